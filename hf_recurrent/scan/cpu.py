@@ -1,0 +1,265 @@
+"""The CPU backend: compiles csrc/ with the system's C++ compiler at first use, caches the library, calls it by ctypes.
+
+The cache is one folder, `$HF_RECURRENT_CACHE` or `hf_recurrent` in the user's cache folder. A library's name is a hash
+of the sources, the compiler, its flags and this CPU's features, so that a changed file, another compiler or a home
+folder shared between different machines never meets the wrong one.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from .reference import STATE_DTYPES
+
+SOURCES = Path(__file__).parent / "csrc"
+TORCH = Path(torch.__file__).parent
+CELLS = {"linear": 0, "mingru_vanilla": 1, "mingru_positive": 2}
+TYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.complex64: 4,
+    torch.complex128: 5,
+}
+COMPILE_SECONDS = 300
+ELEMENTS_PER_THREAD = 16384  # below this a second thread costs more than it brings
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend that cannot run here; the message is one line and says why."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 3)]
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        ("batch", ctypes.c_int64),
+        ("length", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("reverse", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("sum_first", ctypes.c_int64),
+        ("flags", ctypes.c_void_p),
+        ("inputs", _Tensor * 2),
+        ("h", _Tensor),
+        ("grad_h", _Tensor),
+        ("initial", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("grad_inputs", ctypes.c_void_p * 2),
+    ]
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $HF_RECURRENT_CACHE, else hf_recurrent in $XDG_CACHE_HOME or ~/.cache."""
+    if folder := os.environ.get("HF_RECURRENT_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_recurrent"
+
+
+def _compiler() -> list[str]:
+    """The command in $CXX, or the first C++ compiler on the path."""
+    if command := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(command[0]) is None:
+            raise BackendUnavailable(f"the C++ compiler of $CXX, {command[0]!r}, is not on the path")
+        return command
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise BackendUnavailable("no C++ compiler on the path (c++, g++ or clang++; or set $CXX)")
+
+
+def _flag_sets() -> list[list[str]]:
+    """Flags to try in turn: everything, then without OpenMP threads, then without this CPU's own instructions."""
+    base = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
+    native = ["-march=native"]
+    # PyTorch brings its own OpenMP runtime. Linking to that one keeps a single pool of threads in the process: two of
+    # them would wait for each other's cores. Named before the compiler's own, it is the only one needed.
+    runtimes = [str(path) for folder in ("lib", "../torch.libs") for path in TORCH.glob(f"{folder}/libgomp*.so*")]
+    openmp = ["-fopenmp", "-Wl,--as-needed", *runtimes[:1]]
+    return [base + native + openmp, base + native + ["-fopenmp-simd"], base + ["-fopenmp-simd"]]
+
+
+def _cpu_features() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith(("flags", "features")):
+                return line
+    return platform.processor()
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _intact(library: Path) -> bool:
+    """Loading a damaged library can kill the process, so it is read and compared first (well under a millisecond)."""
+    try:
+        return _digest(library) == _digest_file(library).read_text()
+    except OSError:
+        return False
+
+
+def _build() -> Path:
+    """The compiled library's path; compiles it where the cache does not hold it."""
+    compiler = _compiler()
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    identity = [platform.machine(), _cpu_features(), *compiler, version.stdout]
+    sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    identity += [part for source in sources for part in (source.name, source.read_text())]
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise BackendUnavailable(f"the cache folder {folder} cannot be written: {error.strerror}") from error
+    message = ""
+    for flags in _flag_sets():
+        key = hashlib.sha256("\0".join(identity + flags).encode()).hexdigest()[:20]
+        library = folder / f"scan_cpu-{key}.so"
+        # One process compiles, the others wait for it; the rename makes the library appear whole or not at all.
+        with FileLock(folder / f"scan_cpu-{key}.lock"):
+            if _intact(library):
+                return library
+            handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+            os.close(handle)
+            command = [*compiler, "-o", temporary, str(SOURCES / "scan_cpu.cpp"), *flags]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+                if done.returncode == 0:
+                    _digest_file(library).write_text(_digest(Path(temporary)))
+                    os.replace(temporary, library)
+                    return library
+                message = next((s for s in done.stderr.splitlines() if "error" in s), done.stderr.strip())
+            except (OSError, subprocess.TimeoutExpired) as error:
+                message = str(error)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+    raise BackendUnavailable(f"{shlex.join(compiler)} could not compile the kernels: {message}")
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | BackendUnavailable:
+    try:
+        path = _build()
+    except BackendUnavailable as error:
+        return error
+    except (OSError, subprocess.SubprocessError) as error:
+        return BackendUnavailable(f"the kernels could not be compiled: {error}")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        path.unlink(missing_ok=True)  # so that a repaired compiler gets another chance
+        return BackendUnavailable(f"the compiled kernels could not be loaded: {error}")
+    library.hfr_problem_size.restype = ctypes.c_int64
+    if library.hfr_problem_size() != ctypes.sizeof(_Problem):
+        return BackendUnavailable("the compiled kernels have another layout than this Python code")
+    library.hfr_scan.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Problem)]
+    return library
+
+
+def unavailable_reason() -> str | None:
+    """None where the kernels are ready (compiling them if need be), else one line that says why they are not."""
+    loaded = _load()
+    return str(loaded) if isinstance(loaded, BackendUnavailable) else None
+
+
+# ---- calling ---------------------------------------------------------------------------------------------------------
+
+
+def _describe(x: Tensor, shape: torch.Size | None = None) -> _Tensor:
+    strides = x.stride() if shape is None else x.expand(shape).stride()
+    return _Tensor(x.data_ptr(), (ctypes.c_int64 * 3)(*strides))
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _run(cell: str, backwards: bool, inputs: list[Tensor], h: Tensor, state: Tensor, **fields) -> None:
+    library = _load()
+    if isinstance(library, BackendUnavailable):
+        raise library
+    problem = _Problem(
+        *h.shape,
+        threads=max(1, min(torch.get_num_threads(), h.numel() // ELEMENTS_PER_THREAD)),
+        inputs=(_Tensor * 2)(*(_describe(x, h.shape) for x in inputs)),
+        h=_describe(h),
+        state=state.data_ptr(),
+        **fields,
+    )
+    if library.hfr_scan(CELLS[cell], TYPES[h.dtype], backwards, ctypes.byref(problem)):
+        raise NotImplementedError(f"no CPU kernel for cell {cell} in {h.dtype}")
+
+
+def forward(
+    cell: str, inputs: list[Tensor], initial_state: Tensor | None, flags: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """h (B, L, D) and the final state (B, D). `inputs` broadcast to the last one's shape, all of one dtype."""
+    shape, dtype = inputs[-1].shape, inputs[-1].dtype
+    h = torch.empty(shape, dtype=dtype)
+    if initial_state is None:
+        state = torch.zeros(shape[0], shape[2], dtype=STATE_DTYPES[dtype])
+    else:
+        state = initial_state.clone(memory_format=torch.contiguous_format)
+    if h.numel():
+        _run(cell, False, inputs, h, state, reverse=reverse, flags=_pointer(flags))
+    return h, state
+
+
+def backward(
+    cell: str,
+    inputs: list[Tensor],
+    h: Tensor,
+    initial_state: Tensor | None,
+    flags: Tensor | None,
+    grad_h: Tensor,
+    grad_final: Tensor,
+    reverse: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """Gradients of the inputs (each of its own shape) and of the initial state."""
+    state = grad_final.clone(memory_format=torch.contiguous_format)
+    first = inputs[0]
+    # A coefficient that is constant over time, the common broadcast, is summed inside the kernel; the others after it.
+    sum_first = first.shape[1] == 1 and h.shape[1] > 1
+    grads = [torch.empty(h.shape, dtype=h.dtype) for _ in inputs]
+    if sum_first:
+        grads[0] = torch.zeros(h.shape[0], 1, h.shape[2], dtype=state.dtype)
+    if h.numel():
+        initial = None if initial_state is None else initial_state.contiguous()
+        _run(
+            cell,
+            True,
+            inputs,
+            h,
+            state,
+            reverse=reverse,
+            flags=_pointer(flags),
+            sum_first=sum_first,
+            grad_h=_describe(grad_h),
+            initial=_pointer(initial),
+            grad_inputs=(ctypes.c_void_p * 2)(*(g.data_ptr() for g in grads)),
+        )
+    return [g.sum_to_size(x.shape).to(x.dtype) for g, x in zip(grads, inputs, strict=True)], state

@@ -1,0 +1,145 @@
+// Number types of the recurrence h_t = a_t h_{t-1} + b_t, for host and device compilers alike.
+//
+// Storage types are what tensors hold (float, double, BFloat16, Float16, Complex<float>, Complex<double>); the state type is
+// what the recurrence is carried in: float for every 16- and 32-bit real, otherwise the storage type itself.
+// No includes: this file must compile under NVRTC, which has none.
+#pragma once
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define HFR_INLINE __host__ __device__ __forceinline__
+#elif defined(_MSC_VER)
+#define HFR_INLINE __forceinline
+#else
+#define HFR_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace hfr {
+
+HFR_INLINE float float_from_bits(unsigned int bits) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+#endif
+}
+
+HFR_INLINE unsigned int bits_from_float(float value) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(value);
+#else
+  unsigned int bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+#endif
+}
+
+// ---- complex numbers ------------------------------------------------------------------------------------------------
+
+template <class T>
+struct Complex {
+  T re, im;
+  Complex() = default;
+  HFR_INLINE Complex(T re_, T im_ = T(0)) : re(re_), im(im_) {}
+};
+
+template <class T>
+HFR_INLINE Complex<T> operator+(Complex<T> x, Complex<T> y) { return {x.re + y.re, x.im + y.im}; }
+template <class T>
+HFR_INLINE Complex<T> operator*(Complex<T> x, Complex<T> y) {
+  return {x.re * y.re - x.im * y.im, x.re * y.im + x.im * y.re};
+}
+template <class T>
+HFR_INLINE Complex<T> conj(Complex<T> x) { return {x.re, -x.im}; }
+HFR_INLINE float conj(float x) { return x; }
+HFR_INLINE double conj(double x) { return x; }
+
+// ---- 16-bit storage -------------------------------------------------------------------------------------------------
+
+struct BFloat16 { unsigned short bits; };
+struct Float16 { unsigned short bits; };
+
+// Integer forms of the conversions: branch-free, so that a compiler without native 16-bit types still vectorises them.
+HFR_INLINE float to_float(BFloat16 x) { return float_from_bits((unsigned int)x.bits << 16); }
+
+HFR_INLINE float to_float(Float16 x) {
+  // The exponent is moved by a multiplication with 2^112, which also normalises subnormals; 31 becomes 255 (inf, NaN).
+  unsigned int magnitude = (unsigned int)(x.bits & 0x7fffu) << 13;
+  unsigned int bits = bits_from_float(float_from_bits(magnitude) * 5.192296858534828e33f);
+  bits |= magnitude >= 0x0f800000u ? 0x7f800000u : 0u;
+  return float_from_bits(bits | ((unsigned int)(x.bits & 0x8000u) << 16));
+}
+
+HFR_INLINE void from_float(float x, BFloat16& out) {
+  unsigned int bits = bits_from_float(x);
+  unsigned int rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  unsigned int quiet = (bits >> 16) | 0x40u;
+  out.bits = (unsigned short)((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+}
+
+HFR_INLINE void from_float(float x, Float16& out) {
+  unsigned int bits = bits_from_float(x);
+  unsigned int magnitude = bits & 0x7fffffffu;
+  // Below 2^-14 the sum with 0.5 puts the rounded subnormal into the low mantissa bits.
+  unsigned int subnormal = bits_from_float(float_from_bits(magnitude) + 0.5f) - 0x3f000000u;
+  unsigned int normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;  // exponent - 112, ties to even
+  unsigned int special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  unsigned int half = magnitude < 0x38800000u ? subnormal : normal;
+  half = magnitude >= 0x47800000u ? special : half;
+  out.bits = (unsigned short)(half | ((bits >> 16) & 0x8000u));
+}
+
+// ---- storage <-> state ----------------------------------------------------------------------------------------------
+
+template <class Storage> struct StateOf { using type = Storage; };
+template <> struct StateOf<BFloat16> { using type = float; };
+template <> struct StateOf<Float16> { using type = float; };
+
+template <class T> HFR_INLINE T load(T x) { return x; }
+HFR_INLINE float load(BFloat16 x) { return to_float(x); }
+HFR_INLINE float load(Float16 x) { return to_float(x); }
+
+template <class T> HFR_INLINE void store(T x, T& out) { out = x; }
+HFR_INLINE void store(float x, BFloat16& out) { from_float(x, out); }
+HFR_INLINE void store(float x, Float16& out) { from_float(x, out); }
+
+// ---- elementary functions -------------------------------------------------------------------------------------------
+
+// exp(x) by 2^n e^r, |r| <= ln(2)/2, with a degree-6 polynomial: within 2 ulp, branch-free, NaN stays NaN. The argument is
+// clamped to the range of normal floats, which the logistic function below cannot tell from the true values.
+HFR_INLINE float exponential(float x) {
+  x = x > 87.0f ? 87.0f : x;
+  x = x < -87.0f ? -87.0f : x;
+  float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part ends up in the low mantissa bits
+  float n = shifted - 12582912.0f;
+  float r = x - n * 0.693145752f;
+  r = r - n * 1.42860677e-6f;
+  float p = 1.3888889e-3f;
+  p = p * r + 8.3333333e-3f;
+  p = p * r + 4.1666667e-2f;
+  p = p * r + 1.6666667e-1f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  unsigned int scale = (bits_from_float(shifted) + 127u) << 23;
+  return p * float_from_bits(scale);
+}
+
+#ifdef __CUDACC_RTC__
+HFR_INLINE double exponential(double x) { return exp(x); }
+#else
+HFR_INLINE double exponential(double x) { return __builtin_exp(x); }
+#endif
+
+// sigma(x) and sigma(-x) = 1 - sigma(x), both to full relative precision: the complement of a saturated gate is the decay
+// that a long memory lives on, so it must not be formed by subtraction.
+template <class T>
+HFR_INLINE void logistic(T x, T& value, T& complement) {
+  T limit = x < T(-87) ? T(-87) : x;  // keeps e finite in double precision as well
+  T e = exponential(-limit);
+  value = T(1) / (T(1) + e);
+  complement = e * value;
+}
+
+}  // namespace hfr

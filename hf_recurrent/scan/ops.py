@@ -1,0 +1,339 @@
+"""What surrounds the backends: checking of arguments, choice of the backend, and the operators that PyTorch sees.
+
+`hf_recurrent::scan` and `hf_recurrent::scan_backward` are registered with torch.library, with fake kernels and
+autograd, so torch.compile keeps each call as one node. They take the name of a cell and the list of its inputs.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import chunked, cpu
+from .cpu import BackendUnavailable
+from .reference import STATE_DTYPES, linear_scan_loop
+
+BACKENDS = ("reference", "chunked", "cpu")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A recurrence and what is fused with it: `coefficients(*inputs) -> (a, b)` in plain PyTorch defines it, on every
+    device; csrc/cells.h holds its twin of the same name, which is tested against it."""
+
+    name: str
+    coefficients: Callable[..., tuple[Tensor, Tensor]]
+
+
+def _linear(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a, b
+
+
+def _mingru(hidden: Tensor, gate: Tensor, positive: bool) -> tuple[Tensor, Tensor]:
+    # In the state's dtype, as in the kernels: sigma(-gate) is 1 - z without the cancellation.
+    dtype = STATE_DTYPES[torch.promote_types(hidden.dtype, gate.dtype)]
+    hidden, gate = hidden.to(dtype), gate.to(dtype)
+    candidate = torch.where(hidden >= 0, hidden + 0.5, torch.sigmoid(hidden)) if positive else hidden
+    return torch.sigmoid(-gate), torch.sigmoid(gate) * candidate
+
+
+LINEAR = Cell("linear", _linear)
+MINGRU_VANILLA = Cell("mingru_vanilla", functools.partial(_mingru, positive=False))
+MINGRU_POSITIVE = Cell("mingru_positive", functools.partial(_mingru, positive=True))
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+torch.library.define(
+    "hf_recurrent::scan",
+    "(str cell, Tensor[] inputs, Tensor? initial_state, Tensor? flags, bool reverse, str backend) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "hf_recurrent::scan_backward",
+    "(str cell, Tensor[] inputs, Tensor h, Tensor? initial_state, Tensor? flags, Tensor grad_h, Tensor grad_final, "
+    "bool reverse, str backend) -> (Tensor[], Tensor)",
+)
+
+
+@torch.library.impl("hf_recurrent::scan", "default")
+def _scan(cell, inputs, initial_state, flags, reverse, backend):
+    if backend == "cpu":
+        return cpu.forward(cell, inputs, initial_state, flags, reverse)
+    return chunked.forward(*inputs, initial_state, flags, reverse)
+
+
+@torch.library.impl("hf_recurrent::scan_backward", "default")
+def _scan_backward(cell, inputs, h, initial_state, flags, grad_h, grad_final, reverse, backend):
+    if backend == "cpu":
+        return cpu.backward(cell, inputs, h, initial_state, flags, grad_h, grad_final, reverse)
+    grad_a, grad_b, grad_initial = chunked.backward(inputs[0], h, initial_state, flags, grad_h, grad_final, reverse)
+    return [grad_a, grad_b], grad_initial
+
+
+@torch.library.register_fake("hf_recurrent::scan")
+def _(cell, inputs, initial_state, flags, reverse, backend):
+    batch, _, channels = inputs[-1].shape
+    h = torch.empty_like(inputs[-1], memory_format=torch.contiguous_format)
+    return h, h.new_empty(batch, channels, dtype=STATE_DTYPES[h.dtype])
+
+
+@torch.library.register_fake("hf_recurrent::scan_backward")
+def _(cell, inputs, h, initial_state, flags, grad_h, grad_final, reverse, backend):
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    return grads, torch.empty_like(grad_final, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.cell, tensors, initial_state, flags, ctx.reverse, ctx.backend = inputs
+    h, _ = output
+    ctx.has_initial = initial_state is not None
+    ctx.has_flags = flags is not None
+    optional = [x for x in (initial_state, flags) if x is not None]
+    ctx.save_for_backward(h, *optional, *tensors)
+
+
+def _backward(ctx, grad_h, grad_final):
+    h, *saved = ctx.saved_tensors
+    initial_state = saved.pop(0) if ctx.has_initial else None
+    flags = saved.pop(0) if ctx.has_flags else None
+    grads, grad_initial = torch.ops.hf_recurrent.scan_backward(
+        ctx.cell,
+        saved,
+        h,
+        initial_state,
+        flags,
+        grad_h.resolve_conj().resolve_neg(),
+        grad_final.resolve_conj().resolve_neg(),
+        ctx.reverse,
+        ctx.backend,
+    )
+    return None, grads, grad_initial if ctx.has_initial else None, None, None, None
+
+
+def _no_double_backward(ctx, *grads):
+    raise NotImplementedError(
+        "the compiled scans are differentiable once (no scan_backward of scan_backward); "
+        "backend='reference' can be differentiated any number of times"
+    )
+
+
+torch.library.register_autograd("hf_recurrent::scan", _backward, setup_context=_setup_context)
+torch.library.register_autograd("hf_recurrent::scan_backward", _no_double_backward)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def backend_report() -> dict[str, str]:
+    """Each backend's name with "available", or in one line the reason why it is not."""
+    return {
+        "reference": "available",
+        "chunked": "available",
+        "cpu": cpu.unavailable_reason() or "available",
+    }
+
+
+def available_backends() -> list[str]:
+    """The names that `backend=` takes here; compiles the CPU kernels at the first call."""
+    return [name for name, state in backend_report().items() if state == "available"]
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+@torch.compiler.assume_constant_result
+def _cpu_kernels_ready() -> bool:
+    reason = cpu.unavailable_reason()
+    if reason is not None:
+        _warn_once(
+            f"hf_recurrent runs its scans in plain PyTorch (backend 'chunked'), several times slower: {reason}. "
+            "A working C++ compiler (g++ or clang++) brings the fast CPU kernels."
+        )
+    return reason is None
+
+
+def _choose_backend(backend: str | None, device: torch.device) -> str:
+    if backend is None:
+        return "cpu" if device.type == "cpu" and _cpu_kernels_ready() else "chunked"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
+    if backend == "cpu":
+        if device.type != "cpu":
+            raise ValueError(f"backend 'cpu' takes CPU tensors, got tensors on {device}")
+        if not _cpu_kernels_ready():
+            raise BackendUnavailable(f"backend 'cpu' is not available: {cpu.unavailable_reason()}")
+    return backend
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _flags(mask: Tensor | None, reset: Tensor | None, reverse: bool) -> Tensor | None:
+    """mask and reset as one byte per position in scan terms (see chunked.MASKED and DROP); padding ignores reset."""
+    if mask is None and reset is None:
+        return None
+    flags = None
+    if reset is not None:
+        drop = reset if mask is None else reset & mask
+        if reverse:
+            # Walking backwards, the state is dropped before the position that precedes a document's first token.
+            drop = torch.cat([drop[:, 1:], torch.zeros_like(drop[:, :1])], dim=1)
+        flags = drop.to(torch.uint8) * chunked.DROP
+    if mask is not None:
+        masked = (~mask).to(torch.uint8) * chunked.MASKED
+        flags = masked if flags is None else flags | masked
+    return flags.contiguous()
+
+
+def _check_tensor(name: str, x: Tensor, like: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in STATE_DTYPES:
+        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES)
+        raise TypeError(f"{name} must be one of {kinds}, got {x.dtype}")
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}, expected {like.device} as the inputs")
+
+
+def scan(
+    cell: Cell,
+    inputs: dict[str, Tensor],
+    initial_state: Tensor | None,
+    mask: Tensor | None,
+    reset: Tensor | None,
+    reverse: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """The common path of all public scans: checks, promotes, picks the backend, calls the operator. `inputs` by their
+    names; the last one has the full shape (B, L, D), the others broadcast to it."""
+    names, tensors = list(inputs), list(inputs.values())
+    last = tensors[-1]
+    for name, x in inputs.items():
+        _check_tensor(name, x, last)
+    if last.dim() != 3:
+        raise ValueError(f"{names[-1]} must have the shape (batch, length, channels), got {tuple(last.shape)}")
+    batch, length, channels = last.shape
+    for name, x in inputs.items():
+        trailing = last.shape[3 - x.dim() :] if x.dim() <= 3 else ()
+        if x.dim() > 3 or any(have not in (1, want) for have, want in zip(x.shape, trailing, strict=True)):
+            raise ValueError(f"{name} has the shape {tuple(x.shape)}, which does not broadcast to {tuple(last.shape)}")
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    # Leading dimensions only: the kernels read broadcast ones through zero strides.
+    tensors = [x.to(dtype)[(None,) * (3 - x.dim())].resolve_conj().resolve_neg() for x in tensors]
+    state_dtype = STATE_DTYPES[dtype]
+    if initial_state is not None:
+        _check_tensor("initial_state", initial_state, last)
+        if initial_state.shape != (batch, channels):
+            raise ValueError(
+                f"initial_state must have the shape (batch, channels) = {(batch, channels)}, "
+                f"got {tuple(initial_state.shape)}"
+            )
+        if initial_state.is_complex() and not state_dtype.is_complex:
+            raise TypeError(f"initial_state is {initial_state.dtype}, but the inputs are real ({dtype})")
+        initial_state = initial_state.to(state_dtype).resolve_conj().resolve_neg()
+    for name, x in (("mask", mask), ("reset", reset)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.dtype != torch.bool:
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must be a bool tensor, got {kind}")
+        if x.shape != (batch, length):
+            raise ValueError(f"{name} must have the shape (batch, length) = {(batch, length)}, got {tuple(x.shape)}")
+        if x.device != last.device:
+            raise ValueError(f"{name} is on {x.device}, expected {last.device} as the inputs")
+    backend = _choose_backend(backend, last.device)
+    if backend == "reference":
+        a, b = cell.coefficients(*tensors)
+        h, final_state = linear_scan_loop(a, b, initial_state, mask, reset, reverse)
+        return h.to(dtype), final_state
+    flags = _flags(mask, reset, reverse)
+    if backend == "chunked":
+        a, b = cell.coefficients(*tensors)
+        h, final_state = torch.ops.hf_recurrent.scan("linear", [a, b], initial_state, flags, reverse, backend)
+        return h.to(dtype), final_state
+    return torch.ops.hf_recurrent.scan(cell.name, tensors, initial_state, flags, reverse, backend)
+
+
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    reverse: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The linear recurrence h_t = a_t h_{t-1} + b_t over time, elementwise over channels.
+
+    Equivalent to, for each row of the batch:
+
+        h = initial_state
+        for t in range(L):
+            if mask[t]:
+                h = a[t] * (0 if reset[t] else h) + b[t]
+            outputs[t] = h
+        final_state = h
+
+    Args:
+        a: coefficients, real or complex, (B, L, D) or any shape that broadcasts to it; never copied to the full shape.
+        b: inputs, (B, L, D).
+        initial_state: h_{-1}, (B, D); zero when absent.
+        mask: (B, L) bool. False is padding: the state passes it untouched, and h repeats the state.
+        reset: (B, L) bool. True is the first token of a document: the state before it is dropped. Ignored at padding.
+        reverse: from the last position to the first, h_t = a_t h_{t+1} + b_t. `initial_state` is then the state after
+            the last position and `final_state` the one at the first. `reset` still marks first tokens: the state is
+            dropped on the step from a document's first token to the position before it.
+        backend: "reference" (the loop), "chunked" (plain PyTorch, any device), "cpu" (compiled); None picks the fastest
+            that can run.
+
+    Returns:
+        h, (B, L, D) in the inputs' promoted dtype, and final_state, (B, D), in float32 or complex64 (float64 or
+        complex128 for such inputs), in which the state is also carried. Both are differentiable, with respect to a, b
+        and initial_state.
+
+    Raises:
+        TypeError: a dtype that is not supported, or a mask or reset that is not bool.
+        ValueError: shapes or devices that do not fit; an unknown backend.
+        BackendUnavailable: the named backend cannot run here (the message says why).
+    """
+    return scan(LINEAR, {"a": a, "b": b}, initial_state, mask, reset, reverse, backend)
+
+
+def mingru_scan(
+    hidden: Tensor,
+    gate: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    positive: bool = False,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    reverse: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The minGRU cell, fused with its recurrence: h_t = (1 - z_t) h_{t-1} + z_t c_t (arXiv 2410.01201, section 3.1).
+
+    Args:
+        hidden: pre-activation of the candidate c, (B, L, D): c = hidden, or with `positive` (the log-space variant,
+            appendix B) c = g(hidden), g(x) = x + 0.5 for x >= 0 and sigmoid(x) below.
+        gate: pre-activation of the update gate, (B, L, D): z = sigmoid(gate).
+        initial_state, mask, reset, reverse, backend: as for `linear_scan`; real only.
+
+    Returns:
+        h, (B, L, D), and final_state, (B, D), as `linear_scan` does.
+
+    Raises:
+        What `linear_scan` raises; TypeError for complex inputs.
+    """
+    for name, x in (("hidden", hidden), ("gate", gate)):
+        if isinstance(x, Tensor) and x.is_complex():
+            raise TypeError(f"{name} must be real, got {x.dtype}")
+    if hidden.shape != gate.shape:
+        raise ValueError(f"hidden and gate must have one shape, got {tuple(hidden.shape)} and {tuple(gate.shape)}")
+    cell = MINGRU_POSITIVE if positive else MINGRU_VANILLA
+    return scan(cell, {"hidden": hidden, "gate": gate}, initial_state, mask, reset, reverse, backend)

@@ -1,0 +1,165 @@
+"""The CPU kernels' way from sources to a library: cached, rebuilt, safe among processes, explained when it fails."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_recurrent.scan import cpu
+
+ROOT = Path(__file__).parents[2]
+SCAN = """
+import sys, warnings, torch
+from hf_recurrent.scan import linear_scan, backend_report
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        h, final = linear_scan(torch.full((1, 3, 2), 0.5), torch.ones(1, 3, 2))
+said = [str(w.message) for w in caught if "hf_recurrent" in str(w.message)]
+print(h[0, :, 0].tolist(), backend_report()["cpu"], *said, sep="|")
+"""
+
+
+def environment(folder: Path, **changes: str) -> dict[str, str]:
+    return {**os.environ, "HF_RECURRENT_CACHE": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **changes}
+
+
+def python(code: str, env: dict[str, str]) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().split("|")
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """An empty cache folder and an unloaded library, in this process."""
+    monkeypatch.setenv("HF_RECURRENT_CACHE", str(tmp_path))
+    cpu._load.cache_clear()
+    yield tmp_path
+    cpu._load.cache_clear()
+
+
+def test_many_processes_build_once(tmp_path):
+    processes = [
+        subprocess.Popen([sys.executable, "-c", SCAN], env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    outputs = {process.communicate()[0].strip() for process in processes}
+    assert outputs == {"[1.0, 1.5, 1.75]|available"}
+    assert len(list(tmp_path.glob("*.so"))) == 1
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".so", ".sha256", ".lock"}
+
+
+def test_rebuilt_when_a_source_changes(fresh, tmp_path, monkeypatch):
+    sources = tmp_path / "csrc"
+    shutil.copytree(cpu.SOURCES, sources)
+    monkeypatch.setattr(cpu, "SOURCES", sources)
+    first = cpu._build()
+    stamp = first.stat().st_mtime_ns
+    assert cpu._build() == first and first.stat().st_mtime_ns == stamp
+    with open(sources / "cells.h", "a") as file:
+        file.write("// changed\n")
+    assert cpu._build() != first
+
+
+def test_compiler_and_flags_are_part_of_the_name(fresh, monkeypatch):
+    first = cpu._build()
+    flags = cpu._flag_sets()
+    monkeypatch.setattr(cpu, "_flag_sets", lambda: [[*flags[0], "-DOTHER"]])
+    assert cpu._build() != first
+
+
+def test_without_openmp_and_native_flags(fresh, monkeypatch):
+    """A compiler that refuses a flag gets the next set of them."""
+    flags = cpu._flag_sets()
+    monkeypatch.setattr(cpu, "_flag_sets", lambda: [[*flags[0], "-fno-such-flag"], flags[-1]])
+    assert cpu.unavailable_reason() is None
+
+
+@pytest.mark.parametrize(
+    "script, reason",
+    [
+        (None, "the C++ compiler of $CXX, 'c++-broken', is not on the path"),
+        ("exit 1", "c++-broken could not compile the kernels"),
+        ("echo 'fatal error: no such thing' >&2; exit 1", "could not compile the kernels: fatal error: no such thing"),
+        # Claims success, writes nothing: the empty file is not a library.
+        ("exit 0", "the compiled kernels could not be loaded"),
+    ],
+)
+def test_broken_compiler(tmp_path, script, reason):
+    if script is not None:
+        broken = tmp_path / "c++-broken"
+        broken.write_text(f"#!/bin/sh\n{script}\n")
+        broken.chmod(0o755)
+    cache = tmp_path / "cache"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    output, report, *messages = python(SCAN, environment(cache, CXX="c++-broken", PATH=path))
+    assert output == "[1.0, 1.5, 1.75]"
+    assert reason in report
+    assert len(messages) == 1 and reason in messages[0] and "g++ or clang++" in messages[0]
+    code = "import torch; from hf_recurrent.scan import *\n"
+    code += "try: linear_scan(torch.ones(1, 1, 1), torch.ones(1, 1, 1), backend='cpu')\n"
+    code += "except BackendUnavailable as error: print(error)"
+    assert reason in python(code, environment(cache, CXX="c++-broken", PATH=path))[0]
+
+
+def test_no_compiler_at_all(tmp_path):
+    (tmp_path / "empty").mkdir()
+    env = environment(tmp_path / "cache", PATH=str(tmp_path / "empty"))
+    env.pop("CXX", None)
+    output, report, *messages = python(SCAN, env)
+    assert output == "[1.0, 1.5, 1.75]"
+    assert report == "no C++ compiler on the path (c++, g++ or clang++; or set $CXX)"
+    assert len(messages) == 1
+
+
+def test_cache_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    _, report, *messages = python(SCAN, environment(tmp_path / "file" / "cache"))
+    assert "cannot be written: Not a directory" in report
+    assert len(messages) == 1
+
+
+def test_damaged_library_is_built_again(fresh):
+    library = cpu._build()
+    library.write_bytes(library.read_bytes()[:1000])
+    assert cpu.unavailable_reason() is None
+    assert library.stat().st_size > 1000
+
+
+def test_scans_in_forked_children_and_threads():
+    """A fork after a threaded scan, and scans from several threads at once."""
+    code = """
+import os, threading, torch
+from hf_recurrent.scan import linear_scan
+torch.set_num_threads(2)
+a, b = torch.rand(4, 300, 256), torch.rand(4, 300, 256)
+want = linear_scan(a, b)[0]
+results = []
+threads = [threading.Thread(target=lambda: results.append(torch.equal(linear_scan(a, b)[0], want))) for _ in range(4)]
+[t.start() for t in threads]; [t.join() for t in threads]
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # what a DataLoader's worker does
+    os._exit(0 if torch.equal(linear_scan(a, b)[0], want) else 1)
+print(all(results), os.waitpid(child, 0)[1])
+"""
+    env = environment(cpu.cache_folder())
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True 0\n", done.stderr
+
+
+def test_one_openmp_runtime():
+    """The kernels run on PyTorch's own pool of threads; a second pool would fight it for the cores."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("reads the process's map of Linux")
+    code = """
+import torch
+from hf_recurrent.scan import linear_scan
+linear_scan(torch.rand(1, 2, 3), torch.rand(1, 2, 3), backend="cpu")
+print(len({line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split()[-1].rsplit("/")[-1]}))
+"""
+    assert python(code, environment(cpu.cache_folder())) == ["1"]
