@@ -1,0 +1,186 @@
+"""The tables and the picture of a measurement; both are made from the results alone."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+PASSES = ("forward", "forward + backward")
+LIMITS = {
+    "scan": "torch.add on the same bytes",
+    "cell": "torch.add on the same bytes",
+    "core": "the fused cell's time",
+    "step": "the same model with the recurrence replaced by a product",
+}
+TITLES = {
+    "scan": "linear_scan and its peers",
+    "cell": "The minGRU cell, activations included",
+    "core": "The minGRU cell against minGRU-pytorch's (both with activations)",
+    "step": "A training step of the paper's Shakespeare model",
+}
+
+
+def case_name(row: dict) -> str:
+    return f"{tuple(row['shape'])} {row['dtype']} {row['pass']}"
+
+
+def _number(x: float) -> str:
+    return f"{x:.2f}" if x < 100 else f"{x:.0f}"
+
+
+def _conditions(about: dict) -> str:
+    return f"{about['cpu']}, {about['threads']} threads, torch {about['packages']['torch']}, {about['date'][:10]}"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows]]
+
+
+def headlines(results: list[dict]) -> list[list[str]]:
+    """What was asked for beside what was measured: rows of [what, measured, asked for]."""
+
+    def ratios(section, names, passes, shape=(8, 1024, 768), dtype="float32"):
+        return [
+            row["ratio"]
+            for row in results
+            if row["section"] == section and row["name"] in names and row["pass"] == passes
+            and (tuple(row["shape"]), row["dtype"]) == (shape, dtype)
+        ]  # fmt: skip
+
+    cells = ("mingru_scan vanilla", "mingru_scan positive")
+    found = [
+        ("linear_scan forward, against torch.add", ratios("scan", ["linear_scan"], PASSES[0]), "≤ 1.2"),
+        ("linear_scan forward + backward, against streaming", ratios("scan", ["linear_scan"], PASSES[1]), "≤ 1.5"),
+        ("minGRU cell forward, against torch.add", ratios("cell", cells, PASSES[0]), "≤ 3"),
+        ("minGRU-pytorch's core, against the minGRU cell", ratios("core", ["minGRU-pytorch core"], PASSES[0]), "≥ 60"),
+        (
+            "training step, against its model with a product for the recurrence",
+            ratios("step", ["hf_recurrent minGRU"], "training step", (8, 256)),
+            "≤ 1.12",
+        ),
+    ]
+    rows = [[what, f"{_number(max(values))} ×", asked] for what, values, asked in found if values]
+    memory = {row["name"]: row["mebibytes"] for row in results if row["section"] == "memory"}
+    if len(memory) == 2:
+        ours, theirs = memory["hf_recurrent minGRU"], memory["minGRU-pytorch minLM"]
+        rows.append(["peak memory of a training step, against minGRU-pytorch's", f"{ours / theirs:.2f} ×", "< 1"])
+    for row in results:
+        if row["section"] == "length" and row["name"] == "linear_scan":
+            rows.append(["linear_scan's time grows with length to the power", f"{row['exponent']:.2f}", "1 ± 0.05"])
+    return rows
+
+
+def markdown(document: dict) -> str:
+    """All tables of one measurement, as text."""
+    results = document["results"]
+    lines = [
+        f"{_conditions(document['machine'])}, `{document['command']}`.",
+        "Medians of paired runs; in brackets the quartiles.",
+    ]
+    if not document["quick"] and (rows := headlines(results)):
+        lines += ["", *_table(["what", "measured", "asked for"], rows)]
+    for section, title in TITLES.items():
+        rows = [row for row in results if row["section"] == section]
+        if not rows:
+            continue
+        lines += ["", f"### {title}", "", f"Ratio to {LIMITS[section]}."]
+        for case in dict.fromkeys(map(case_name, rows)):
+            of_case = [row for row in rows if case_name(row) == case]
+            lines += ["", f"**{case}**", ""]
+            lines += _table(
+                ["", "ms", "ratio", *(["error"] if "error" in of_case[0] else [])],
+                [
+                    [
+                        row["name"],
+                        _number(row["milliseconds"]),
+                        "{} [{}, {}]".format(*map(_number, (row["ratio"], *row["ratio_quartiles"]))),
+                        *([f"{row['error']:.0e}"] if "error" in row else []),
+                    ]
+                    for row in of_case
+                ],
+            )
+    if any("error" in row for row in results):
+        lines += ["", "Error: the largest deviation from the loop in float64, relative to the largest value."]
+    if rows := [row for row in results if row["section"] == "memory"]:
+        lines += ["", "### Peak memory of a training step above the process before it", ""]
+        lines += _table(["", "MiB"], [[row["name"], f"{row['mebibytes']:.0f}"] for row in rows])
+    if rows := [row for row in results if row["section"] == "length"]:
+        lengths = rows[0]["lengths"]
+        lines += ["", f"### Time over length L, shape (1, L, {rows[0]['channels']})", ""]
+        header = ["", *map(str, lengths), "exponent"]
+        table = [[r["name"], *(_number(x) for x in r["milliseconds"]), f"{r['exponent']:.3f}"] for r in rows]
+        lines += [
+            *_table(header, table),
+            "",
+            "Milliseconds; the exponent e of time ~ length^e, by least squares of the logs.",
+        ]
+    for name, reason in document["not_measured"].items():
+        lines += ["", f"Not measured: {name}: {reason}"]
+    return "\n".join(lines) + "\n"
+
+
+def _write(path: Path, write) -> None:
+    """Through a temporary file in the same folder, so that `path` is whole or as it was."""
+    handle, temporary = tempfile.mkstemp(suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    try:
+        write(temporary)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def save(document: dict, folder: Path) -> None:
+    """scan.json (everything), scan.md (the tables), scan.png (the picture)."""
+    _write(folder / "scan.json", lambda path: Path(path).write_text(json.dumps(document, indent=1) + "\n"))
+    _write(folder / "scan.md", lambda path: Path(path).write_text(markdown(document)))
+    if any(row["section"] in TITLES for row in document["results"]):
+        _write(folder / "scan.png", lambda path: draw(document, path))
+
+
+def draw(document: dict, path: str) -> None:
+    """Bars of the ratio to the limit, one panel for each kind of work, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = []
+    for section in ("scan", "cell", "step"):
+        rows = [row for row in document["results"] if row["section"] == section]
+        for passes in dict.fromkeys(row["pass"] for row in rows):
+            panels.append((section, passes, [row for row in rows if row["pass"] == passes]))
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(7.5 * columns, 4.6 * lines), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    colours = ["#1f5f8b", "#7fb3d5", "#b5651d", "#e8b887"]
+    for axis, (section, passes, rows) in zip(axes.flat, panels, strict=False):
+        names = list(dict.fromkeys(row["name"] for row in rows))
+        cases = list(dict.fromkeys((*row["shape"], row["dtype"]) for row in rows))
+        height = 0.8 / len(cases)
+        for k, case in enumerate(cases):
+            of_case = {row["name"]: row for row in rows if (*row["shape"], row["dtype"]) == case}
+            where = [names.index(name) + (k - (len(cases) - 1) / 2) * height for name in of_case]
+            values = [row["ratio"] for row in of_case.values()]
+            bars = axis.barh(where, values, height * 0.92, color=colours[k], label=f"{case[:-1]} {case[-1]}")
+            axis.bar_label(bars, [_number(value) for value in values], padding=3, fontsize=8)
+        axis.axvline(1, color="black", linewidth=1, linestyle="--", zorder=0)
+        axis.set(xscale="log", yticks=range(len(names)), yticklabels=names, title=f"{TITLES[section]}: {passes}")
+        axis.set_xlabel(f"time / time of {LIMITS[section]}\n(shorter is better, 1 is the limit)")
+        axis.invert_yaxis()
+        axis.set_xlim(right=axis.get_xlim()[1] * 1.6)
+        axis.spines[["top", "right"]].set_visible(False)
+        if len(cases) > 1:
+            axis.legend(fontsize=8, frameon=False, loc="upper right")
+    about = document["machine"]
+    figure.suptitle(
+        f"{about['cpu']}, {about['threads']} threads, torch {about['packages']['torch']}, {about['date'][:10]}"
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

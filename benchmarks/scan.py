@@ -1,0 +1,354 @@
+"""How close the scans come to the speed of memory, and how they compare with the peers from the package index.
+
+Every figure is a ratio of paired runs: a candidate's time divided by the time of its limit measured just before it. The
+limit of a scan is torch.add on tensors of the same shape and dtype, which reads two and writes one as the forward scan
+does; where backward moves more bytes (counted once each), the limit's time is scaled by the bytes. benchmarks/README.md
+says what each section measures and why.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+import peers
+import report
+from hf_recurrent import MinGRUConfig, MinGRUForCausalLM
+from hf_recurrent.modeling import mingru
+from hf_recurrent.scan import available_backends, linear_scan, mingru_scan
+from measure import machine, paired
+
+# Tensors moved, each counted once: forward reads a and b and writes h; backward reads dh, a and h and writes da and db
+# (the minGRU cell reads dh, hidden, gate and h, and writes two).
+FORWARD, SCAN_BOTH, CELL_BOTH = 3, 8, 9
+INPUT_SETS = 3
+FOOTPRINT = 2**27  # bytes of inputs that no processor's cache holds
+
+
+class Measurement:
+    """The settings of one run of this script and what it has found so far."""
+
+    def __init__(self, quick: bool, repeats: int, all_peers: bool):
+        self.quick, self.repeats, self.all_peers = quick, repeats, all_peers
+        self.shapes = [(2, 256, 64), (1, 2048, 32)] if quick else [(8, 1024, 768), (1, 65536, 256)]
+        self.step_shape = (2, 64) if quick else (8, 256)
+        self.lengths = [2**k for k in (range(8, 12) if quick else range(10, 17))]
+        self.length_channels = 32 if quick else 768
+        self.results: list[dict] = []
+        self.not_measured = peers.absent()
+
+    def add(self, section: str, shape, dtype: str, passes: str, timings: dict, errors: dict | None = None) -> None:
+        for name, timing in timings.items():
+            row = {"section": section, "shape": list(shape), "dtype": dtype, "pass": passes, "name": name}
+            row |= timing.summary()
+            if errors:
+                row["error"] = errors[name]
+            self.results.append(row)
+
+
+def _forward(function: Callable, inputs: list[tuple[Tensor, ...]]) -> Callable[[int], None]:
+    def run(index):
+        with torch.no_grad():
+            function(*inputs[index % len(inputs)])
+
+    return run
+
+
+def _forward_backward(function: Callable, inputs: list[tuple[Tensor, ...]], grads: list[Tensor]) -> Callable:
+    def run(index):
+        x = inputs[index % len(inputs)]
+        torch.autograd.grad(function(*x), x, grads[index % len(grads)])
+
+    return run
+
+
+def _error(function: Callable, inputs: tuple[Tensor, ...], expected: Tensor) -> float:
+    """The largest deviation from the loop in float64, relative to its largest value."""
+    with torch.no_grad():
+        got = function(*inputs).double()
+    return float(f"{((got - expected).abs().max() / expected.abs().max()).item():.2e}")
+
+
+def _measure_both(m: Measurement, section: str, candidates: dict, inputs: dict, expected: Tensor, both: int) -> None:
+    """Forward, and forward + backward, of candidates: name -> (kind of inputs, function).
+
+    inputs: kind -> sets of tensors; the limit adds those of the kind "pair". expected: (B, L, D), what every candidate
+    computes of its first set. both: the tensors that forward + backward moves.
+    """
+    shape, dtype = tuple(expected.shape), inputs["pair"][0][0].dtype
+    dtype_name = str(dtype).removeprefix("torch.")
+    for x in (x for sets in inputs.values() for one in sets for x in one):
+        x.requires_grad_()
+    grads = [torch.randn(shape).to(dtype) for _ in range(INPUT_SETS)]
+    errors = {name: _error(function, inputs[kind][0], expected) for name, (kind, function) in candidates.items()}
+    limit = _forward(torch.add, inputs["pair"])
+    forward = {name: _forward(function, inputs[kind]) for name, (kind, function) in candidates.items()}
+    backward = {name: _forward_backward(function, inputs[kind], grads) for name, (kind, function) in candidates.items()}
+    for passes, functions, moved in zip(report.PASSES, (forward, backward), (FORWARD, both), strict=True):
+        timings = paired(limit, functions, m.repeats, moved / FORWARD, f"{section} {shape} {dtype_name} {passes}")
+        m.add(section, shape, dtype_name, passes, timings, errors)
+
+
+def _backends(function: Callable, name: str) -> dict[str, tuple[str, Callable]]:
+    """A candidate for the backend chosen by default, and one for the pure PyTorch fallback where that is another."""
+    candidates = {name: ("pair", lambda *x: function(*x)[0])}
+    if "cpu" in available_backends():
+        candidates[f"{name}, chunked"] = ("pair", lambda *x: function(*x, backend="chunked")[0])
+    return candidates
+
+
+def measure_scan(m: Measurement) -> None:
+    """linear_scan on each backend, the plain loop and the peers' scans."""
+    candidates = _backends(linear_scan, "linear_scan") | peers.scans()
+    for shape in m.shapes:
+        for dtype in (torch.float32, torch.bfloat16):
+            # Coefficients of a minGRU lie between 0 and 1; positive inputs let the scan of logarithms take part.
+            pairs = [tuple((torch.rand(shape) * 0.98 + 0.01).to(dtype) for _ in "ab") for _ in range(INPUT_SETS)]
+            expected, _ = linear_scan(*(x.double() for x in pairs[0]), backend="reference")
+            inputs = {"pair": pairs, "logs": [tuple(x.log() for x in pair) for pair in pairs]}
+            _measure_both(m, "scan", candidates, inputs, expected, SCAN_BOTH)
+
+
+def measure_cell(m: Measurement) -> None:
+    """The fused minGRU cell in both variants, and minGRU-pytorch's core, which is the positive one."""
+    vanilla, positive = (functools.partial(mingru_scan, positive=positive) for positive in (False, True))
+    core = peers.mingru_pytorch_core()
+    core_candidate = {"minGRU-pytorch core": ("joined", core)} if core else {}
+    for shape in m.shapes:
+        for dtype in (torch.float32, torch.bfloat16):
+            pairs = [tuple(torch.randn(shape).to(dtype) for _ in "hg") for _ in range(INPUT_SETS)]
+            inputs = {"pair": pairs, "joined": [(torch.cat(pair, dim=-1),) for pair in pairs]}
+            for function, candidates in (
+                (vanilla, _backends(vanilla, "mingru_scan vanilla")),
+                (positive, _backends(positive, "mingru_scan positive") | core_candidate),
+            ):
+                expected, _ = function(*(x.double() for x in pairs[0]), backend="reference")
+                _measure_both(m, "cell", candidates, inputs, expected, CELL_BOTH)
+            if core and dtype is torch.float32:
+                functions = {"minGRU-pytorch core": _forward(core, inputs["joined"])}
+                timings = paired(_forward(positive, pairs), functions, m.repeats, title=f"core {shape} forward")
+                m.add("core", shape, "float32", "forward", timings)
+
+
+# ---- the paper's Shakespeare model -----------------------------------------------------------------------------------
+
+
+class MinGRU(torch.nn.Module):
+    """Our model of the paper's Shakespeare experiment: token ids -> loss, as the peers' models have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = MinGRUForCausalLM(
+            MinGRUConfig(
+                vocab_size=peers.VOCABULARY,
+                hidden_size=peers.WIDTH,
+                num_hidden_layers=peers.LAYERS,
+                expansion=peers.EXPANSION,
+                conv_kernel=peers.CONV_KERNEL,
+                mlp_ratio=peers.MLP_RATIO,
+                hidden_dropout=peers.DROPOUT,
+            )
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, labels=ids).loss
+
+
+def _models(all_peers: bool) -> dict[str, Callable[[], torch.nn.Module]]:
+    return {"hf_recurrent minGRU": MinGRU} | peers.models(all_peers)
+
+
+def _training_step(model: torch.nn.Module, batches: list[Tensor]) -> Callable[[int], None]:
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
+
+    def run(index):
+        model(batches[index % len(batches)]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def _product(hidden: Tensor, gate: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+    """Stands in for mingru_scan: the cheapest thing that still uses both of its inputs, forward and backward."""
+    h = hidden * gate
+    return h, h[:, -1].float()
+
+
+@contextlib.contextmanager
+def _recurrence_as_product():
+    original, mingru.mingru_scan = mingru.mingru_scan, _product
+    try:
+        yield
+    finally:
+        mingru.mingru_scan = original
+
+
+def _matrix_products(model: torch.nn.Module, tokens: int) -> Callable[[int], None]:
+    """Forward and backward of the model's Linear modules on random inputs, and nothing else."""
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    inputs = [torch.randn(tokens, layer.in_features, requires_grad=True) for layer in layers]
+    grads = [torch.randn(tokens, layer.out_features) for layer in layers]
+
+    def run(_):
+        for layer, x, grad in zip(layers, inputs, grads, strict=True):
+            torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)
+
+    return run
+
+
+def measure_step(m: Measurement) -> None:
+    """Forward, loss, backward and AdamW step of each model on the same batches of random characters."""
+    batches = [torch.randint(peers.VOCABULARY, m.step_shape) for _ in range(INPUT_SETS)]
+    step_with_product = _training_step(MinGRU(), batches)
+
+    def limit(index):
+        with _recurrence_as_product():
+            step_with_product(index)
+
+    candidates = {name: _training_step(build(), batches) for name, build in _models(m.all_peers).items()}
+    candidates["matrix products alone"] = _matrix_products(MinGRU(), batches[0].numel())
+    timings = paired(limit, candidates, m.repeats, title=f"training step {m.step_shape}")
+    m.add("step", m.step_shape, "float32", "training step", timings)
+
+
+# ---- peak memory -----------------------------------------------------------------------------------------------------
+
+MEMORY_MODELS = ("hf_recurrent minGRU", "minGRU-pytorch minLM")
+
+
+def peak_memory(name: str, shape: tuple[int, int]) -> float:
+    """MiB of resident memory that three training steps take at their peak, beyond the process with its model built."""
+    model = _models(all_peers=False)[name]()
+    step = _training_step(model, [torch.randint(peers.VOCABULARY, shape)])
+    before = psutil.Process().memory_info().rss
+    # Linux keeps the highest resident size so far; writing 5 here forgets the peak of the imports.
+    Path("/proc/self/clear_refs").write_text("5")
+    for index in range(3):
+        step(index)
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+    return (peak - before) / 2**20
+
+
+def measure_memory(m: Measurement) -> None:
+    """Each model in a process of its own, so that none inherits the memory that another has left behind."""
+    if not Path("/proc/self/clear_refs").exists():
+        m.not_measured["peak memory"] = "needs the /proc of Linux"
+        return
+    for name in MEMORY_MODELS:
+        if name not in _models(all_peers=False):
+            continue
+        command = [sys.executable, __file__, "--peak-memory-of", name, "--threads", str(torch.get_num_threads())]
+        command += ["--quick"] if m.quick else []
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        row = {"section": "memory", "name": name, "shape": list(m.step_shape)}
+        m.results.append(row | {"mebibytes": json.loads(done.stdout)})
+
+
+# ---- time over length ------------------------------------------------------------------------------------------------
+
+
+def measure_length(m: Measurement) -> None:
+    """Time over length at a fixed width; torch.add beside it shows what caches and the allocator do to any function."""
+    functions = {
+        "torch.add": torch.add,
+        "linear_scan": lambda a, b: linear_scan(a, b)[0],
+        "mingru_scan positive": lambda hidden, gate: mingru_scan(hidden, gate, positive=True)[0],
+    }
+    medians: dict[str, list[float]] = {name: [] for name in functions}
+    for length in m.lengths:
+        shape = (1, length, m.length_channels)
+        # Enough sets that the inputs of every length come from memory, not from a cache.
+        sets = max(2, -(-FOOTPRINT // (8 * length * m.length_channels)))
+        inputs = [(torch.rand(shape), torch.rand(shape)) for _ in range(sets)]
+        candidates = {name: _forward(function, inputs) for name, function in functions.items()}
+        for name, timing in paired(candidates["torch.add"], candidates, m.repeats, title=f"length {length}").items():
+            medians[name].append(timing.summary()["milliseconds"])
+    for name, milliseconds in medians.items():
+        exponent = float(np.polyfit(np.log(m.lengths), np.log(milliseconds), 1)[0])
+        row = {"section": "length", "name": name, "channels": m.length_channels, "lengths": m.lengths}
+        m.results.append(row | {"milliseconds": milliseconds, "exponent": round(exponent, 4)})
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+MEASURES = {
+    "scan": measure_scan,
+    "cell": measure_cell,
+    "step": measure_step,
+    "memory": measure_memory,
+    "length": measure_length,
+}
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="examples:\n  python benchmarks/scan.py --quick\n  python benchmarks/scan.py --only scan cell",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes and few rounds, to see that it works")
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="the sections to measure")
+    parser.add_argument("--repeats", type=_positive, help="rounds of paired runs (default 21; 3 with --quick)")
+    parser.add_argument("--threads", type=_positive, help="threads of PyTorch and of the kernels (default: PyTorch's)")
+    parser.add_argument(
+        "--all-peers", action="store_true", help="also the slowest peer, Transformers' Mamba with mambapy"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/benchmarks"), help="folder of scan.json, .md and .png"
+    )
+    parser.add_argument("--peak-memory-of", choices=MEMORY_MODELS, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    m = Measurement(arguments.quick, arguments.repeats or (3 if arguments.quick else 21), arguments.all_peers)
+    if arguments.peak_memory_of:
+        print(json.dumps(peak_memory(arguments.peak_memory_of, m.step_shape)))
+        return
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=arguments.output).close()
+    except OSError as error:
+        parser.error(f"--output {arguments.output} cannot be written: {error.strerror}")
+    for section in arguments.only:
+        MEASURES[section](m)
+    flags = [name for name, given in (("--quick", m.quick), ("--all-peers", m.all_peers)) if given]
+    if arguments.only != list(MEASURES):
+        flags += ["--only", *arguments.only]
+    document = {
+        "command": " ".join(["python benchmarks/scan.py", *flags, f"--repeats {m.repeats}"]),
+        "quick": m.quick,
+        "machine": machine(("hf-recurrent", "torch", "transformers", "numpy", *peers.PACKAGES)),
+        "results": m.results,
+        "not_measured": m.not_measured,
+    }
+    report.save(document, arguments.output)
+    print(report.markdown(document))
+    print(f"Written: {arguments.output / 'scan.json'}, scan.md and scan.png")
+
+
+if __name__ == "__main__":
+    main()
