@@ -12,6 +12,7 @@ LIMITS = {
     "core": "the fused cell's time",
     "step": "the same model with the recurrence replaced by a product",
 }
+COLOURS = ("#1f5f8b", "#7fb3d5", "#b5651d", "#e8b887")  # a dark and a light one for each shape
 TITLES = {
     "scan": "linear_scan and its peers",
     "cell": "The minGRU cell, activations included",
@@ -29,7 +30,8 @@ def _number(x: float) -> str:
 
 
 def _conditions(about: dict) -> str:
-    return f"{about['cpu']}, {about['threads']} threads, torch {about['packages']['torch']}, {about['date'][:10]}"
+    threads = f"{about['threads']} thread{'' if about['threads'] == 1 else 's'}"
+    return f"{about['cpu']}, {threads}, torch {about['packages']['torch']}, {about['date'][:10]}"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:
@@ -136,51 +138,72 @@ def save(document: dict, folder: Path) -> None:
     """scan.json (everything), scan.md (the tables), scan.png (the picture)."""
     _write(folder / "scan.json", lambda path: Path(path).write_text(json.dumps(document, indent=1) + "\n"))
     _write(folder / "scan.md", lambda path: Path(path).write_text(markdown(document)))
-    if any(row["section"] in TITLES for row in document["results"]):
+    if any(row["section"] != "memory" for row in document["results"]):
         _write(folder / "scan.png", lambda path: draw(document, path))
 
 
 def draw(document: dict, path: str) -> None:
-    """Bars of the ratio to the limit, one panel for each kind of work, on a logarithmic axis."""
+    """One panel of bars for each kind of work, the ratio to the limit; and time over length."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    panels = []
-    for section in ("scan", "cell", "step"):
-        rows = [row for row in document["results"] if row["section"] == section]
-        for passes in dict.fromkeys(row["pass"] for row in rows):
-            panels.append((section, passes, [row for row in rows if row["pass"] == passes]))
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(7.5 * columns, 4.6 * lines), squeeze=False, layout="constrained"
+    results = document["results"]
+    kinds = dict.fromkeys(
+        (row["section"], row["pass"]) for row in results if row["section"] in ("scan", "cell", "step")
     )
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    colours = ["#1f5f8b", "#7fb3d5", "#b5651d", "#e8b887"]
-    for axis, (section, passes, rows) in zip(axes.flat, panels, strict=False):
-        names = list(dict.fromkeys(row["name"] for row in rows))
-        cases = list(dict.fromkeys((*row["shape"], row["dtype"]) for row in rows))
-        height = 0.8 / len(cases)
-        for k, case in enumerate(cases):
-            of_case = {row["name"]: row for row in rows if (*row["shape"], row["dtype"]) == case}
-            where = [names.index(name) + (k - (len(cases) - 1) / 2) * height for name in of_case]
-            values = [row["ratio"] for row in of_case.values()]
-            bars = axis.barh(where, values, height * 0.92, color=colours[k], label=f"{case[:-1]} {case[-1]}")
-            axis.bar_label(bars, [_number(value) for value in values], padding=3, fontsize=8)
-        axis.axvline(1, color="black", linewidth=1, linestyle="--", zorder=0)
-        axis.set(xscale="log", yticks=range(len(names)), yticklabels=names, title=f"{TITLES[section]}: {passes}")
-        axis.set_xlabel(f"time / time of {LIMITS[section]}\n(shorter is better, 1 is the limit)")
-        axis.invert_yaxis()
-        axis.set_xlim(right=axis.get_xlim()[1] * 1.6)
+    panels = [[row for row in barred if (row["section"], row["pass"]) == kind] for kind in kinds]
+    lengths = [row for row in results if row["section"] == "length"]
+    total = len(panels) + bool(lengths)
+    columns = min(2, total)
+    lines = -(-total // columns)
+    size = (7.5 * columns, 4.6 * lines)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
-        if len(cases) > 1:
-            axis.legend(fontsize=8, frameon=False, loc="upper right")
-    about = document["machine"]
-    figure.suptitle(
-        f"{about['cpu']}, {about['threads']} threads, torch {about['packages']['torch']}, {about['date'][:10]}"
-    )
+    for axis in axes.flat[total:]:
+        axis.set_visible(False)
+    for axis, rows in zip(axes.flat, panels, strict=False):
+        _draw_ratios(axis, rows)
+    if lengths:
+        _draw_lengths(axes.flat[total - 1], lengths)
+    figure.suptitle(_conditions(document["machine"]))
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _draw_ratios(axis, rows: list[dict]) -> None:
+    section, passes = rows[0]["section"], rows[0]["pass"]
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    cases = list(dict.fromkeys((tuple(row["shape"]), row["dtype"]) for row in rows))
+    height = 0.8 / len(cases)
+    for k, (case, colour) in enumerate(zip(cases, COLOURS, strict=False)):
+        of_case = [row for row in rows if (tuple(row["shape"]), row["dtype"]) == case]
+        where = [names.index(row["name"]) + (k - (len(cases) - 1) / 2) * height for row in of_case]
+        values = [row["ratio"] for row in of_case]
+        bars = axis.barh(where, values, height * 0.92, color=colour, label="{} {}".format(*case))
+        axis.bar_label(bars, [_number(value) for value in values], padding=3, fontsize=8)
+    axis.axvline(1, color="black", linewidth=1, linestyle="--", zorder=0)
+    if section == "step":
+        axis.set_title(f"{TITLES[section]}, batch {cases[0][0]}")
+    else:
+        axis.set_title(f"{TITLES[section]}: {passes}")
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_xlim(right=axis.get_xlim()[1] * 1.6)
+        axis.legend(fontsize=8, frameon=False, loc="upper right")
+    axis.set_yticks(range(len(names)), names)
+    axis.set_xlabel(f"time / time of {LIMITS[section]}\n(shorter is better, 1 is the limit)")
+    axis.invert_yaxis()
+
+
+def _draw_lengths(axis, rows: list[dict]) -> None:
+    for row, colour in zip(rows, ("black", *COLOURS), strict=False):
+        label = f"{row['name']}: ~ L^{row['exponent']:.2f}"
+        axis.loglog(row["lengths"], row["milliseconds"], marker="o", markersize=4, color=colour, label=label)
+    axis.set_xticks(rows[0]["lengths"], [str(length) for length in rows[0]["lengths"]])
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set(title=f"Time over length L, shape (1, L, {rows[0]['channels']})", xlabel="L", ylabel="milliseconds")
+    axis.legend(fontsize=8, frameon=False, loc="upper left")

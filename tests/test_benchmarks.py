@@ -81,7 +81,7 @@ def test_a_part_can_be_measured(tmp_path):
     document = json.loads((tmp_path / "scan.json").read_text())
     assert {row["section"] for row in document["results"]} == {"length"}
     assert "--only length" in document["command"]
-    assert not (tmp_path / "scan.png").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"scan.json", "scan.md", "scan.png"}
 
 
 def test_bad_arguments_are_told_before_anything_is_measured(tmp_path):
