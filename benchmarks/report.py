@@ -150,9 +150,8 @@ def draw(document: dict, path: str) -> None:
     from matplotlib import pyplot as plt
 
     results = document["results"]
-    kinds = dict.fromkeys(
-        (row["section"], row["pass"]) for row in results if row["section"] in ("scan", "cell", "step")
-    )
+    barred = [row for row in results if row["section"] in ("scan", "cell", "step")]
+    kinds = dict.fromkeys((row["section"], row["pass"]) for row in barred)
     panels = [[row for row in barred if (row["section"], row["pass"]) == kind] for kind in kinds]
     lengths = [row for row in results if row["section"] == "length"]
     total = len(panels) + bool(lengths)
