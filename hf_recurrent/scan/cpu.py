@@ -1,29 +1,22 @@
-"""The CPU backend: compiles csrc/ with the system's C++ compiler at first use, caches the library, calls it by ctypes.
-
-The cache is one folder, `$HF_RECURRENT_CACHE` or `hf_recurrent` in the user's cache folder. A library's name is a hash
-of the sources, the compiler, its flags and this CPU's features, so that a changed file, another compiler or a home
-folder shared between different machines never meets the wrong one.
-"""
+"""The CPU backend: csrc/ compiled with the system's C++ compiler at first use, cached, called by ctypes."""
 
 import contextlib
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
+from . import kernel_cache
+from .kernel_cache import BackendUnavailable, cached_file, source_identity
 from .reference import STATE_DTYPES
 
-SOURCES = Path(__file__).parent / "csrc"
 TORCH = Path(torch.__file__).parent
 CELLS = {"linear": 0, "mingru_vanilla": 1, "mingru_positive": 2}
 TYPES = {
@@ -36,10 +29,6 @@ TYPES = {
 }
 COMPILE_SECONDS = 300
 ELEMENTS_PER_THREAD = 16384  # below this a second thread costs more than it brings
-
-
-class BackendUnavailable(RuntimeError):
-    """A backend that cannot run here; the message is one line and says why."""
 
 
 class _Tensor(ctypes.Structure):
@@ -64,14 +53,7 @@ class _Problem(ctypes.Structure):
     ]
 
 
-# ---- building --------------------------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: $HF_RECURRENT_CACHE, else hf_recurrent in $XDG_CACHE_HOME or ~/.cache."""
-    if folder := os.environ.get("HF_RECURRENT_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_recurrent"
+# ---- building -------------------------------------------------------------------------------------------------------
 
 
 def _compiler() -> list[str]:
@@ -105,58 +87,24 @@ def _cpu_features() -> str:
     return platform.processor()
 
 
-def _digest(library: Path) -> str:
-    return hashlib.sha256(library.read_bytes()).hexdigest()
-
-
-def _digest_file(library: Path) -> Path:
-    return library.with_suffix(".sha256")
-
-
-def _intact(library: Path) -> bool:
-    """Loading a damaged library can kill the process, so it is read and compared first (well under a millisecond)."""
-    try:
-        return _digest(library) == _digest_file(library).read_text()
-    except OSError:
-        return False
-
-
 def _build() -> Path:
     """The compiled library's path; compiles it where the cache does not hold it."""
     compiler = _compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS)
-    identity = [platform.machine(), _cpu_features(), *compiler, version.stdout]
-    sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
-    identity += [part for source in sources for part in (source.name, source.read_text())]
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise BackendUnavailable(f"the cache folder {folder} cannot be written: {error.strerror}") from error
+    identity = [platform.machine(), _cpu_features(), *compiler, version.stdout, *source_identity(".h", ".cpp")]
     message = ""
     for flags in _flag_sets():
-        key = hashlib.sha256("\0".join(identity + flags).encode()).hexdigest()[:20]
-        library = folder / f"scan_cpu-{key}.so"
-        # One process compiles, the others wait for it; the rename makes the library appear whole or not at all.
-        with FileLock(folder / f"scan_cpu-{key}.lock"):
-            if _intact(library):
-                return library
-            handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
-            os.close(handle)
-            command = [*compiler, "-o", temporary, str(SOURCES / "scan_cpu.cpp"), *flags]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-                if done.returncode == 0:
-                    _digest_file(library).write_text(_digest(Path(temporary)))
-                    os.replace(temporary, library)
-                    return library
-                message = next((s for s in done.stderr.splitlines() if "error" in s), done.stderr.strip())
-            except (OSError, subprocess.TimeoutExpired) as error:
-                message = str(error)
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temporary)
+
+        def compile_to(path: Path, flags: list[str] = flags) -> None:
+            command = [*compiler, "-o", str(path), str(kernel_cache.SOURCES / "scan_cpu.cpp"), *flags]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+
+        try:
+            return cached_file("scan_cpu", ".so", identity + flags, compile_to)
+        except subprocess.CalledProcessError as error:
+            message = next((s for s in error.stderr.splitlines() if "error" in s), error.stderr.strip())
+        except (OSError, subprocess.TimeoutExpired) as error:
+            message = str(error)
     raise BackendUnavailable(f"{shlex.join(compiler)} could not compile the kernels: {message}")
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import chunked, cpu
-from .cpu import BackendUnavailable
+from . import chunked, cpu, cuda
+from .kernel_cache import BackendUnavailable
 from .reference import STATE_DTYPES, linear_scan_loop
 
-BACKENDS = ("reference", "chunked", "cpu")
+BACKENDS = ("reference", "chunked", "cpu", "cuda")
+COMPILED = {"cpu": cpu, "cuda": cuda}  # each by the type of the devices that it serves
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,15 @@ torch.library.define(
 
 @torch.library.impl("hf_recurrent::scan", "default")
 def _scan(cell, inputs, initial_state, flags, reverse, backend):
-    if backend == "cpu":
-        return cpu.forward(cell, inputs, initial_state, flags, reverse)
+    if backend in COMPILED:
+        return COMPILED[backend].forward(cell, inputs, initial_state, flags, reverse)
     return chunked.forward(*inputs, initial_state, flags, reverse)
 
 
 @torch.library.impl("hf_recurrent::scan_backward", "default")
 def _scan_backward(cell, inputs, h, initial_state, flags, grad_h, grad_final, reverse, backend):
-    if backend == "cpu":
-        return cpu.backward(cell, inputs, h, initial_state, flags, grad_h, grad_final, reverse)
+    if backend in COMPILED:
+        return COMPILED[backend].backward(cell, inputs, h, initial_state, flags, grad_h, grad_final, reverse)
     grad_a, grad_b, grad_initial = chunked.backward(inputs[0], h, initial_state, flags, grad_h, grad_final, reverse)
     return [grad_a, grad_b], grad_initial
 
@@ -129,11 +130,8 @@ torch.library.register_autograd("hf_recurrent::scan_backward", _no_double_backwa
 
 def backend_report() -> dict[str, str]:
     """Each backend's name with "available", or in one line the reason why it is not."""
-    return {
-        "reference": "available",
-        "chunked": "available",
-        "cpu": cpu.unavailable_reason() or "available",
-    }
+    compiled = {name: backend.unavailable_reason() or "available" for name, backend in COMPILED.items()}
+    return {"reference": "available", "chunked": "available", **compiled}
 
 
 def available_backends() -> list[str]:
@@ -146,27 +144,33 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
+ADVICE = {
+    "cpu": "A working C++ compiler (g++ or clang++) brings the fast CPU kernels.",
+    "cuda": "pip install 'hf-recurrent[cuda]' brings the fast CUDA kernels.",
+}
+
+
 @torch.compiler.assume_constant_result
-def _cpu_kernels_ready() -> bool:
-    reason = cpu.unavailable_reason()
+def _ready(backend: str) -> bool:
+    reason = COMPILED[backend].unavailable_reason()
     if reason is not None:
         _warn_once(
-            f"hf_recurrent runs its scans in plain PyTorch (backend 'chunked'), several times slower: {reason}. "
-            "A working C++ compiler (g++ or clang++) brings the fast CPU kernels."
+            "hf_recurrent runs its scans in plain PyTorch (backend 'chunked'), several times slower: "
+            f"{reason}. {ADVICE[backend]}"
         )
     return reason is None
 
 
 def _choose_backend(backend: str | None, device: torch.device) -> str:
     if backend is None:
-        return "cpu" if device.type == "cpu" and _cpu_kernels_ready() else "chunked"
+        return device.type if device.type in COMPILED and _ready(device.type) else "chunked"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
-    if backend == "cpu":
-        if device.type != "cpu":
-            raise ValueError(f"backend 'cpu' takes CPU tensors, got tensors on {device}")
-        if not _cpu_kernels_ready():
-            raise BackendUnavailable(f"backend 'cpu' is not available: {cpu.unavailable_reason()}")
+    if backend in COMPILED:
+        if device.type != backend:
+            raise ValueError(f"backend {backend!r} takes tensors on a {backend} device, got tensors on {device}")
+        if (reason := COMPILED[backend].unavailable_reason()) is not None:
+            raise BackendUnavailable(f"backend {backend!r} is not available: {reason}")
     return backend
 
 
@@ -289,8 +293,8 @@ def linear_scan(
         reverse: from the last position to the first, h_t = a_t h_{t+1} + b_t. `initial_state` is then the state after
             the last position and `final_state` the one at the first. `reset` still marks first tokens: the state is
             dropped on the step from a document's first token to the position before it.
-        backend: "reference" (the loop), "chunked" (plain PyTorch, any device), "cpu" (compiled); None picks the fastest
-            that can run.
+        backend: "reference" (the loop), "chunked" (plain PyTorch, any device), "cpu" or "cuda" (compiled); None picks
+            the fastest that can run.
 
     Returns:
         h, (B, L, D) in the inputs' promoted dtype, and final_state, (B, D), in float32 or complex64 (float64 or

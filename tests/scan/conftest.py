@@ -9,3 +9,9 @@ def poisoned_outputs():
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """The oracle is thousands of tiny operations, which a second thread only slows; a test of threads sets its own."""
+    torch.set_num_threads(1)

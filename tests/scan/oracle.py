@@ -82,7 +82,8 @@ def compare(scan, inputs, initial_state, *, backend, **options):
     for i, x in enumerate(inputs, start=2):
         scales[i] = want[i].abs().sum_to_size(x.shape).max().item()
         want[i] = want[i].sum_to_size(x.shape)
-    names = ["h", "final_state", *(f"grad of input {i}" for i in range(len(inputs))), "grad of initial_state"]
+    names = ["h", "final_state", *(f"grad of input {i}" for i in range(len(inputs)))]
+    names += [] if initial_state is None else ["grad of initial_state"]
     for name, x, y, scale in zip(names, got, want, scales, strict=True):
         assert x.shape == y.shape, name
         assert not x.isnan().any(), f"{name}: NaN"

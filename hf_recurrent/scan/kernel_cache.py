@@ -1,0 +1,79 @@
+"""Where compiled kernels live: one folder, `$HF_RECURRENT_CACHE` or `hf_recurrent` in the user's cache folder.
+
+A file's name ends in a hash of everything that it was made from, so that a changed source, another compiler or a home
+folder shared between different machines never meets the wrong one.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+SOURCES = Path(__file__).parent / "csrc"
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend that cannot run here; the message is one line and says why."""
+
+
+def cache_folder() -> Path:
+    """$HF_RECURRENT_CACHE, else hf_recurrent in $XDG_CACHE_HOME or ~/.cache."""
+    if folder := os.environ.get("HF_RECURRENT_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_recurrent"
+
+
+def source_identity(*suffixes: str) -> list[str]:
+    """Names and contents of the kernel sources with these suffixes, as part of a hash."""
+    paths = sorted(path for path in SOURCES.iterdir() if path.suffix in suffixes)
+    return [part for path in paths for part in (path.name, path.read_text())]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _intact(path: Path) -> bool:
+    """Loading a damaged library can kill the process, so it is read and compared first (well under a millisecond)."""
+    try:
+        return _digest(path) == _digest_file(path).read_text()
+    except OSError:
+        return False
+
+
+def cached_file(stem: str, suffix: str, identity: list[str], make: Callable[[Path], None]) -> Path:
+    """The cached file made from `identity`; where there is none, `make(path)` writes it, in one process only while the
+    others wait, and it appears under its name whole or not at all.
+
+    Raises:
+        BackendUnavailable: the cache folder cannot be written. Whatever `make` raises.
+    """
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise BackendUnavailable(f"the cache folder {folder} cannot be written: {error.strerror}") from error
+    key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:20]
+    path = folder / f"{stem}-{key}{suffix}"
+    with FileLock(path.with_suffix(".lock")):
+        if _intact(path):
+            return path
+        handle, name = tempfile.mkstemp(suffix=suffix, dir=folder)
+        os.close(handle)
+        try:
+            make(Path(name))
+            _digest_file(path).write_text(_digest(Path(name)))
+            os.replace(name, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+    return path
