@@ -151,25 +151,33 @@ ADVICE = {
 
 
 @torch.compiler.assume_constant_result
-def _ready(backend: str) -> bool:
-    reason = COMPILED[backend].unavailable_reason()
-    if reason is not None:
-        _warn_once(
-            "hf_recurrent runs its scans in plain PyTorch (backend 'chunked'), several times slower: "
-            f"{reason}. {ADVICE[backend]}"
-        )
-    return reason is None
+def _unavailable_reason(backend: str) -> str | None:
+    return COMPILED[backend].unavailable_reason()
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_fallback(backend: str, reason: str) -> None:
+    _warn_once(
+        "hf_recurrent runs its scans in plain PyTorch (backend 'chunked'), several times slower: "
+        f"{reason}. {ADVICE[backend]}"
+    )
 
 
 def _choose_backend(backend: str | None, device: torch.device) -> str:
     if backend is None:
-        return device.type if device.type in COMPILED and _ready(device.type) else "chunked"
+        if device.type not in COMPILED:
+            return "chunked"
+        reason = _unavailable_reason(device.type)
+        if reason is not None:
+            _warn_of_fallback(device.type, reason)
+        return device.type if reason is None else "chunked"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
     if backend in COMPILED:
         if device.type != backend:
             raise ValueError(f"backend {backend!r} takes tensors on a {backend} device, got tensors on {device}")
-        if (reason := COMPILED[backend].unavailable_reason()) is not None:
+        reason = _unavailable_reason(backend)
+        if reason is not None:
             raise BackendUnavailable(f"backend {backend!r} is not available: {reason}")
     return backend
 
