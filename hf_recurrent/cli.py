@@ -1,0 +1,384 @@
+"""The command line: `hf-recurrent train | generate | info`.
+
+Only the standard library is imported at the top. What a command needs is imported by the command.
+"""
+
+import argparse
+import difflib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Iterable
+
+from . import __version__
+
+
+class CommandLineError(ValueError):
+    """What was typed cannot be understood; the message is one line."""
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help that shows each flag once, by its hyphenated name, and each default worth showing."""
+
+    def _format_action_invocation(self, action):
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = [name for name in action.option_strings if "_" not in name]
+        value = "" if action.nargs in (0, "?") else f" {self._format_args(action, self._get_default_metavar(action))}"
+        return ", ".join(names) + value
+
+    def _get_default_metavar(self, action):
+        return action.metavar or {int: "N", float: "X"}.get(action.type, "NAME")
+
+    def _get_help_string(self, action):
+        default = action.default
+        if default is None or default is False or default == [] or default is argparse.SUPPRESS:
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises CommandLineError instead of leaving, and that names the nearest valid flag."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, formatter_class=Formatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        # "argument --hidden_size/--hidden-size: invalid ..." -> "--hidden-size: invalid ..."
+        raise CommandLineError(re.sub(r"^argument (?:\S*/)?(--?\S+?):", r"\1:", message))
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        # Before argparse misses a required flag for the one that was misspelt.
+        for word in argv:
+            if word.startswith("--") and word.split("=")[0] not in self._option_string_actions:
+                raise self._unknown(word)
+        namespace, unknown = self.parse_known_args(argv)
+        if unknown:
+            raise self._unknown(unknown[0])
+        return namespace
+
+    def _unknown(self, word: str) -> CommandLineError:
+        name = word.split("=")[0]
+        if not name.startswith("-"):
+            return CommandLineError(f"unexpected argument {word!r}")
+        flags = [option for option in self._option_string_actions if "_" not in option]
+        return CommandLineError(f"unknown flag {name}{nearest(name.replace('_', '-'), flags)}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message (other libraries write many), or its kind where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint at the valid name that is most like `name`."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0)
+    return f"; the nearest valid one is {close[0]}" if close else ""
+
+
+# ---- train -----------------------------------------------------------------------------------------------------------
+
+
+def train(argv: list[str]) -> int:
+    from .training import arguments, train
+
+    _no_bars_for_files()
+    return 130 if train(*arguments.parse(argv))["interrupted"] else 0
+
+
+# ---- generate --------------------------------------------------------------------------------------------------------
+
+
+def _generate_parser() -> Parser:
+    parser = Parser(
+        prog="hf-recurrent generate",
+        usage="hf-recurrent generate --model DIR --prompt TEXT [--flags]",
+        description="Continue a prompt.",
+        epilog="""\
+examples:
+  hf-recurrent generate --model runs/mingru --prompt "def "
+  hf-recurrent generate --model runs/mingru --prompt "import " --max-new-tokens 500 --temperature 0.7 --stream
+  hf-recurrent generate --model runs/mingru --prompt "class " --temperature 0        always the likeliest token
+  hf-recurrent generate --model runs/mingru --prompt "class " --num-beams 4
+""",
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="folder of a model, or its name on the Hub")
+    add("--prompt", required=True, metavar="TEXT", help="text to continue")
+    add("--max-new-tokens", type=_number(int, 1), default=200, metavar="N", help="tokens to generate at most")
+    add(
+        "--temperature",
+        type=_number(float, 0),
+        metavar="T",
+        help="divides the logits before sampling; 0 takes the likeliest token (default: 0.8, with --num-beams 0)",
+    )
+    add(
+        "--top-p",
+        type=_number(float, 0, 1),
+        default=1.0,
+        metavar="P",
+        help="sample from the likeliest tokens of mass P",
+    )
+    add("--top-k", type=_number(int, 0), default=0, metavar="K", help="sample from the K likeliest tokens; 0 from all")
+    add("--num-beams", type=_number(int, 1), default=1, metavar="N", help="beams of a beam search; 1 does without")
+    add("--seed", type=_number(int, 0), metavar="N", help="seed of the sampling (default: another one each time)")
+    add("--stream", action="store_true", help="print the tokens as they come")
+    add("--cpu", action="store_true", help="generate on the CPU even where there is a GPU")
+    return parser
+
+
+def _number(kind: type, low: float, high: float = float("inf")):
+    """A type for argparse: a number in [low, high]."""
+
+    def convert(text: str):
+        value = kind(text)
+        if not low <= value <= high:
+            between = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
+            raise argparse.ArgumentTypeError(f"must be {between}, got {text}")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse names it: "invalid int value"
+    return convert
+
+
+def generate(argv: list[str]) -> int:
+    args = _generate_parser().parse(argv)
+    temperature = (0.8 if args.num_beams == 1 else 0.0) if args.temperature is None else args.temperature
+    if args.stream and args.num_beams > 1:
+        raise CommandLineError("--stream cannot be combined with --num-beams: beams are known at the end")
+
+    import torch
+    from transformers import TextStreamer, set_seed
+
+    from .training.model import load_model
+    from .training.tokenizer import load_tokenizer
+
+    _no_bars_for_files()
+    model = load_model(args.model).eval()
+    tokenizer = load_tokenizer(args.model, "--model")
+    if not tokenizer(args.prompt, add_special_tokens=False)["input_ids"]:
+        raise CommandLineError(f"--prompt {args.prompt!r} tokenises to nothing: give at least one character")
+    inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
+    if (largest := int(inputs["input_ids"].max())) >= model.config.vocab_size:
+        raise ValueError(
+            f"--model {args.model}: its tokenizer does not fit: token id {largest} is outside the model's vocabulary "
+            f"of {model.config.vocab_size}"
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
+    model.to(device)
+    if args.seed is not None:
+        set_seed(args.seed)
+    sampling = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": args.top_p, "top_k": args.top_k}
+    with torch.inference_mode():
+        output = model.generate(
+            **inputs.to(device),
+            max_new_tokens=args.max_new_tokens,
+            num_beams=args.num_beams,
+            streamer=TextStreamer(tokenizer, skip_special_tokens=True) if args.stream else None,
+            **sampling,
+        )
+    if not args.stream:
+        print(tokenizer.decode(output[0], skip_special_tokens=True))
+    return 0
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
+
+
+def _info_parser() -> Parser:
+    parser = Parser(
+        prog="hf-recurrent info",
+        usage="hf-recurrent info [--model DIR] [--json]",
+        description="Show versions, devices, which scan backends run here and why others don't, and a model's size.",
+        epilog="""\
+examples:
+  hf-recurrent info
+  hf-recurrent info --model runs/mingru
+  hf-recurrent info --model runs/mingru --json
+""",
+    )
+    parser.add_argument("--model", metavar="DIR", help="folder of a model, or its name on the Hub")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def info(argv: list[str]) -> int:
+    args = _info_parser().parse(argv)
+    facts = {"versions": _versions(), "devices": _devices(), "backends": _backends()}
+    if args.model is not None:
+        facts["model"] = _model_facts(args.model)
+    print(json.dumps(facts, indent=2) if args.json else _show(facts))
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
+    return {
+        "hf_recurrent": __version__,
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def _devices() -> dict[str, str]:
+    import torch
+
+    cores, threads = os.cpu_count(), torch.get_num_threads()
+    devices = {"cpu": f"{platform.machine()}, {cores} logical cores, of which torch uses {threads}"}
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        devices[f"cuda:{number}"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+    return devices
+
+
+def _backends() -> dict[str, dict[str, str]]:
+    """Each backend's state, and which one each kind of device gets unless told otherwise."""
+    from .scan import available_backends, backend_report
+
+    available = available_backends()
+    return {
+        "report": backend_report(),
+        "used": {
+            "cpu tensors": "cpu" if "cpu" in available else "chunked",
+            "cuda tensors": "cuda" if "cuda" in available else "chunked",
+            "other tensors": "chunked",
+        },
+    }
+
+
+def _model_facts(name: str) -> dict[str, object]:
+    import torch
+
+    from .training.model import load_model
+
+    _no_bars_for_files()
+    model = load_model(name).eval()
+    # The embedding and the head, counted once where they are tied.
+    embeddings = {module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    with torch.inference_mode():
+        cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
+    return {
+        "folder": name,
+        "family": model.config.model_type,
+        "layers": model.config.num_hidden_layers,
+        "hidden size": model.config.hidden_size,
+        "vocabulary": model.config.vocab_size,
+        "parameters": model.num_parameters(),
+        "parameters in embeddings": sum(weight.numel() for weight in embeddings),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "state bytes per sequence": cache.nbytes,
+    }
+
+
+def _show(facts: dict) -> str:
+    sections = {
+        "versions": facts["versions"],
+        "devices": facts["devices"],
+        "scan backends": facts["backends"]["report"],
+        "backend used for": facts["backends"]["used"],
+    }
+    if "model" in facts:
+        sections["model"] = facts["model"]
+    width = max(len(name) for section in sections.values() for name in section)
+    lines = []
+    for title, section in sections.items():
+        lines.append(title)
+        lines += [f"  {name:<{width}}  {_text(value)}" for name, value in section.items()]
+    return "\n".join(lines)
+
+
+def _text(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _no_bars_for_files() -> None:
+    """Transformers shows a bar for each model it reads or writes, even for milliseconds."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+# ---- all commands ----------------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "train": (train, "pretrain a model on text, or continue with one"),
+    "generate": (generate, "continue a prompt"),
+    "info": (info, "versions, devices, scan backends, a model's size"),
+}
+
+HELP = """\
+usage: hf-recurrent COMMAND [--flags]
+
+Linear-recurrent sequence models for Hugging Face Transformers.
+
+commands:
+{commands}
+
+`hf-recurrent COMMAND --help` explains a command. Everywhere:
+  --debug    show the traceback of an error (so does HF_RECURRENT_DEBUG=1)
+  --version  print the version
+
+examples:
+  hf-recurrent train
+  hf-recurrent generate --model runs/mingru --prompt "def "
+  hf-recurrent info
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: what follows the program's name; by default the process's own arguments.
+
+    Returns:
+        The exit status: 0; 2 for what the user can put right, said in one line; 130 after Ctrl-C. Other exceptions are
+        faults of this program and pass through.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = os.environ.get("HF_RECURRENT_DEBUG", "0") not in ("", "0")
+    if "--debug" in argv:
+        argv.remove("--debug")
+        debug = True
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            return _run(argv)
+        except KeyboardInterrupt:
+            print("hf-recurrent: interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # the reader has gone, as in `hf-recurrent info | head -1`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except (ValueError, OSError, ImportError, FloatingPointError, RuntimeError) as error:
+            if debug:
+                raise
+            message = " ".join(str(error).split()) or type(error).__name__
+            print(f"hf-recurrent: error: {message}", file=sys.stderr)
+            return 2
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        commands = "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items())
+        print(HELP.format(commands=commands), end="")
+        return 0
+    if argv[0] == "--version":
+        print(f"hf-recurrent {__version__}")
+        return 0
+    if argv[0] not in COMMANDS:
+        kind = "flag" if argv[0].startswith("-") else "command"
+        raise CommandLineError(f"unknown {kind} {argv[0]}{nearest(argv[0], COMMANDS)}")
+    return COMMANDS[argv[0]][0](argv[1:])
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    text = " ".join(str(message).split())
+    print(f"hf-recurrent: warning: {text}", file=sys.stderr)

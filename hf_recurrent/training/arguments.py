@@ -1,0 +1,293 @@
+"""What `hf-recurrent train` can be told: three dataclasses, read from flags and from a YAML file."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import yaml
+from transformers import HfArgumentParser
+
+from ..cli import CommandLineError, Parser, nearest
+from .tokenizer import DEFAULT_VOCAB_SIZE
+
+EXAMPLES = """\
+examples:
+  hf-recurrent train                                        minGRU on the standard library's source, one epoch
+  hf-recurrent train --max-minutes 5 --hidden-size 256 --num-hidden-layers 4
+  hf-recurrent train --data-files 'books/*.txt' --vocab-size 8192 --sequence-length 512
+  hf-recurrent train --dataset roneneldan/TinyStories --streaming --max-steps 5000 --mixed-precision bf16
+  hf-recurrent train recipe.yaml --learning-rate 5e-4       a file's settings, one of them overridden
+  hf-recurrent train runs/mingru/train.yaml --resume        go on after an interruption
+  hf-recurrent train --model runs/mingru --data-files notes.txt --output-dir runs/notes
+"""
+
+
+def option(default, help: str, **more):
+    """A dataclass field with its help text; a list becomes the default's factory."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help, **more})
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass
+class ModelArguments:
+    _argument_group_name = "model"
+
+    model: str | None = option(None, "Continue from this folder, its configuration and tokenizer included.")
+    model_type: str | None = option(None, "Family of a new model (default: mingru).")
+    hidden_size: int | None = option(None, "Width of a new model (default: 256).")
+    num_hidden_layers: int | None = option(None, "Blocks of a new model (default: 4).")
+    expansion: float | None = option(None, "Width of the recurrence over hidden_size (default: the family's).")
+    conv_kernel: int | None = option(None, "Kernel of the short convolution, 0 for none (default: the family's).")
+    mlp_ratio: float | None = option(None, "Width of the MLP over hidden_size, 0 for none (default: the family's).")
+    hidden_dropout: float | None = option(None, "Dropout probability (default: the family's).")
+    config_overrides: str | None = option(
+        None, "Other configuration fields of a new model: key=value,key=value.", metavar="KEY=VALUE,..."
+    )
+
+    def config_fields(self) -> dict[str, int | float]:
+        """The configuration fields given by flags of their own."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and name not in ("model", "model_type", "config_overrides")
+        }
+
+    def __post_init__(self):
+        given = self.config_fields() | {
+            name: True for name in ("model_type", "config_overrides") if getattr(self, name) is not None
+        }
+        if self.model is not None and given:
+            raise ValueError(f"{flag(next(iter(given)))} describes a new model and cannot be given with --model")
+
+
+@dataclass
+class DataArguments:
+    _argument_group_name = "data"
+
+    data_files: list[str] = option(
+        [],
+        "Files or globs: .jsonl, .json and .parquet by --text-column, any other file as one document of text; "
+        ".gz, .bz2 and .xz are decompressed. (default: the source of Python's standard library)",
+    )
+    validation_files: list[str] = option([], "Files or globs to validate on, instead of a share of the corpus.")
+    dataset: str | None = option(None, "Dataset to load by `datasets`: a name on the Hub or a folder.")
+    dataset_config: str | None = option(None, "Configuration of --dataset.")
+    dataset_split: str = option("train", "Split of --dataset to train on.")
+    validation_split: str | None = option(
+        None,
+        "Split of --dataset to validate on (default: 'validation' where there is one, else a share of the documents).",
+    )
+    text_column: str = option("text", "Column that holds the text.")
+    streaming: bool = option(False, "Read --dataset while training instead of loading it.")
+    max_documents: int | None = option(None, "Use only the first so many documents.")
+    validation_share: float = option(
+        0.05,
+        "Share of the documents to validate on, chosen by a hash (where that leaves nothing, the last share of each "
+        "document); 0 for no validation.",
+    )
+    max_validation_documents: int | None = option(
+        None, "Validate on at most so many documents (default: all; with --streaming 500)."
+    )
+    tokenizer: str = option(
+        "bpe", "'bpe' (byte-level BPE trained on the corpus), 'bytes', or a tokenizer's folder or name on the Hub."
+    )
+    vocab_size: int | None = option(None, f"Vocabulary of the BPE (default: {DEFAULT_VOCAB_SIZE}).")
+    sequence_length: int = option(256, "Tokens in a row.")
+
+    def __post_init__(self):
+        if self.dataset and self.data_files:
+            raise ValueError("--dataset and --data-files cannot both be given")
+        for name in ("dataset_config", "validation_split"):
+            if getattr(self, name) is not None and not self.dataset:
+                raise ValueError(f"{flag(name)} belongs to --dataset, which is not given")
+        if self.streaming and not self.dataset:
+            raise ValueError("--streaming belongs to --dataset, which is not given")
+        if self.validation_split is not None and self.validation_files:
+            raise ValueError("--validation-split and --validation-files cannot both be given")
+        if self.vocab_size is not None and self.tokenizer != "bpe":
+            raise ValueError(f"--vocab-size belongs to --tokenizer bpe, which is {self.tokenizer}")
+        require(self, "max_documents", "max_validation_documents", at_least=1)
+        require(self, "sequence_length", at_least=2)
+        if not 0 <= self.validation_share < 1:
+            raise ValueError(f"--validation-share must be at least 0 and below 1, got {self.validation_share}")
+
+
+@dataclass
+class TrainArguments:
+    _argument_group_name = "training"
+
+    output_dir: str | None = option(None, "Folder for model, metrics and checkpoints (default: runs/MODEL_TYPE).")
+    overwrite: bool = option(False, "Replace an earlier run in --output-dir as soon as this one has saved.")
+    resume: bool = option(False, "Continue from the newest checkpoint in --output-dir.")
+    max_steps: int | None = option(
+        None, "Stop after so many optimiser steps. The first budget to run out ends the run. (default: --num-epochs 1)"
+    )
+    num_epochs: float | None = option(None, "Stop after so many passes over the corpus.")
+    max_minutes: float | None = option(
+        None, "Stop after so many minutes of training, not counting the data's preparation."
+    )
+    batch_size: int = option(16, "Rows per process in one forward pass.")
+    gradient_accumulation_steps: int = option(1, "Forward and backward passes per optimiser step.")
+    learning_rate: float = option(2e-3, "Highest learning rate.")
+    min_learning_rate_ratio: float = option(0.1, "Learning rate at the end of the cosine, in multiples of the highest.")
+    warmup_steps: float = option(0.05, "Steps of linear warm-up; below 1, a share of the run.")
+    weight_decay: float = option(0.1, "Weight decay of matrices; vectors (norms, biases) have none.")
+    adam_beta1: float = option(0.9, "AdamW's β1.")
+    adam_beta2: float = option(0.95, "AdamW's β2.")
+    adam_epsilon: float = option(1e-8, "AdamW's ε.")
+    max_grad_norm: float = option(1.0, "Clip the gradient's norm to this; 0 does not clip.")
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
+        None, "Precision of the forward pass (default: what `accelerate launch` was told, else no)."
+    )
+    seed: int = option(0, "Seed of initialisation, shuffling and dropout.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass, to save memory.")
+    compile: bool = option(False, "Compile the model by torch.compile.")
+    cpu: bool = option(False, "Train on the CPU even where there is an accelerator.")
+    log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
+    eval_steps: int = option(200, "Steps between validations on --eval-rows rows; 0: only at both ends.")
+    eval_rows: int = option(64, "Rows of these validations, spread evenly; the last one takes all.")
+    save_steps: int = option(1000, "Steps between checkpoints; 0: none, except after an interruption.")
+    keep_checkpoints: int = option(2, "Checkpoints to keep, the newest ones.")
+
+    def __post_init__(self):
+        require(self, "max_steps", "batch_size", "gradient_accumulation_steps", "log_steps", at_least=1)
+        require(self, "eval_rows", "keep_checkpoints", at_least=1)
+        require(self, "num_epochs", "max_minutes", "learning_rate", "adam_epsilon", above=0)
+        require(self, "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_steps", "seed", at_least=0)
+        require(self, "min_learning_rate_ratio", "adam_beta1", "adam_beta2", at_least=0)
+        for name in ("adam_beta1", "adam_beta2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{flag(name)} must be below 1, got {getattr(self, name)}")
+        if self.overwrite and self.resume:
+            raise ValueError("--overwrite and --resume cannot both be given")
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def require(arguments, *names: str, at_least: float | None = None, above: float | None = None) -> None:
+    """Check numbers; None passes.
+
+    Raises:
+        ValueError: one is too small or not a number; the message names its flag.
+    """
+    for name in names:
+        value = getattr(arguments, name)
+        if value is None:
+            continue
+        if at_least is not None and not value >= at_least:
+            raise ValueError(f"{flag(name)} must be at least {at_least}, got {value}")
+        if above is not None and not value > above:
+            raise ValueError(f"{flag(name)} must be above {above}, got {value}")
+
+
+# ---- parsing ---------------------------------------------------------------------------------------------------------
+
+
+class TrainParser(Parser, HfArgumentParser):
+    """The parser of `hf-recurrent train`."""
+
+    def __init__(self):
+        super().__init__(
+            (ModelArguments, DataArguments, TrainArguments),
+            prog="hf-recurrent train",
+            usage="hf-recurrent train [CONFIG.yaml] [--flags]",
+            description="Pretrain a recurrent language model, or continue with one. Every flag can stand in a YAML "
+            "file too, as `hidden_size: 256`; flags override the file.",
+            epilog=EXAMPLES,
+        )
+        self.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="settings, by the flags' names")
+
+
+def parse(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainArguments]:
+    """Parse the command line of `hf-recurrent train`.
+
+    Raises:
+        CommandLineError: an unknown flag or key, or a value that does not fit; the message names the nearest valid one.
+        FileNotFoundError: the YAML file does not exist.
+    """
+    parser = TrainParser()
+    argv = _with_values(parser, argv)
+    config = parser.parse(argv).config
+    if config is not None:
+        from_file = _with_values(parser, _yaml_arguments(parser, Path(config)))
+        try:
+            parser.parse(from_file)
+        except CommandLineError as error:
+            raise CommandLineError(f"{config}: {error}") from None
+        # The later value wins. The file's name goes first, where no list of values before it can take it in.
+        argv.remove(config)
+        argv = [config, *from_file, *argv]
+    model, data, train, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    return model, data, train
+
+
+def _with_values(parser: TrainParser, argv: list[str]) -> list[str]:
+    """Write `--overwrite` as `--overwrite=true`, lest argparse take what follows, the YAML file say, for its value."""
+    booleans = {name for action in parser._actions if action.const is True for name in action.option_strings}
+    values = {"true", "false", "yes", "no", "t", "f", "y", "n", "1", "0"}
+    following = [*argv[1:], ""]
+    return [
+        f"{word}=true" if word in booleans and after.lower() not in values else word
+        for word, after in zip(argv, following, strict=False)
+    ]
+
+
+def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
+    """The settings in a YAML file as flags."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CommandLineError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if settings is None:
+        return []
+    if not isinstance(settings, dict):
+        raise CommandLineError(f"{path}: expected `key: value` lines, got a {type(settings).__name__}")
+    names = {f.name: f for dtype in parser.dataclass_types for f in dataclasses.fields(dtype)}
+    argv = []
+    for key, value in settings.items():
+        name = str(key).replace("-", "_")
+        if name not in names:
+            raise CommandLineError(f"{path}: unknown key {key!r}{nearest(name, names)}")
+        if value is None:
+            continue
+        if isinstance(value, dict) and name == "config_overrides":
+            value = ",".join(f"{k}={yaml.safe_dump(v).splitlines()[0]}" for k, v in value.items())
+        if isinstance(value, dict) or isinstance(value, list) != (get_origin(names[name].type) is list):
+            raise CommandLineError(f"{path}: {key}: got {value!r}, expected {type_name(names[name])}")
+        if isinstance(value, list):
+            argv += [flag(name), *map(str, value)] if value else []
+        elif value is False and name == "mixed_precision":
+            argv.append(f"{flag(name)}=no")  # YAML reads a bare `no` as false
+        else:
+            argv.append(f"{flag(name)}={value}")
+    return argv
+
+
+def type_name(field: dataclasses.Field) -> str:
+    """What a field takes, in words."""
+    if get_origin(field.type) is list:
+        return "a list"
+    kinds = [kind.__name__ for kind in get_args(field.type) or (field.type,) if kind is not type(None)]
+    return {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}[kinds[0]]
+
+
+def to_yaml(model: ModelArguments, data: DataArguments, train: TrainArguments) -> str:
+    """The arguments as a YAML file that `hf-recurrent train` reads; without those that say how to start."""
+    lines = ["# hf-recurrent train THIS_FILE repeats the run; with --resume it goes on where the run stopped.\n"]
+    for arguments in (model, data, train):
+        settings = {
+            name: value
+            for name, value in dataclasses.asdict(arguments).items()
+            if value not in (None, []) and name not in ("overwrite", "resume")
+        }
+        if settings:
+            lines.append(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000))
+    return "".join(lines)

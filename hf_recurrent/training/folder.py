@@ -1,0 +1,212 @@
+"""The output folder: whatever is in it is whole, and what was there stays until something whole replaces it."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..cli import first_line
+
+ARGUMENTS = "train.yaml"  # also the mark of a folder that `hf-recurrent train` wrote
+METRICS = "metrics.jsonl"
+WEIGHTS = "model.safetensors"
+UNFINISHED = ".unfinished-"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+@contextlib.contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Turns whatever a failing save raises into one OSError that names `path` and says that earlier files are whole."""
+    try:
+        yield
+    except Exception as error:  # safetensors, torch and the system raise their own kinds for a full disk
+        reason = first_line(error)
+        if not isinstance(error, OSError):  # torch's message for a full disk speaks of file positions
+            reason += f" ({shutil.disk_usage(existing(path)).free / 2**20:,.0f} MiB are free on that disk)"
+        raise OSError(f"cannot save {path}: {reason}; what was saved before is untouched") from error
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a text file under a temporary name in the same folder and rename it.
+
+    Raises:
+        OSError: it cannot be written; an earlier file of that name is untouched.
+    """
+    temporary = path.with_name(f"{UNFINISHED}{path.name}")
+    with saving(path):
+        try:
+            temporary.write_text(content, encoding="utf-8")
+            _sync(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class RunFolder:
+    """The folder of one training run: the model's files, `train.yaml`, `metrics.jsonl`, `loss.png`, `checkpoints/`."""
+
+    def __init__(self, path: str):
+        self.path = Path(path)
+        self._previous: Path | None = None  # where an earlier run lies until this one has saved
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def check(self, *, overwrite: bool, resume: bool) -> None:
+        """Refuse a folder that cannot be used, before any work is done. Nothing is left behind.
+
+        Raises:
+            FileExistsError: it holds something else, or an earlier run without `overwrite` or `resume`.
+            FileNotFoundError: `resume` without a checkpoint.
+            OSError: it cannot be written to.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise FileExistsError(f"--output-dir {self.path}: a file of that name is in the way")
+        if resume:
+            if self.newest_checkpoint() is None:
+                raise FileNotFoundError(f"--resume: there is no checkpoint in {self.checkpoints}")
+        elif self.path.is_dir() and any(self.path.iterdir()):
+            if not (self.path / ARGUMENTS).is_file():
+                raise FileExistsError(
+                    f"--output-dir {self.path}: not empty, and not written by hf-recurrent train: choose another"
+                )
+            if not overwrite:
+                raise FileExistsError(
+                    f"--output-dir {self.path}: holds an earlier run: continue it by --resume, replace it by "
+                    "--overwrite, or choose another folder"
+                )
+        try:
+            with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=existing(self.path)):
+                pass
+        except OSError as error:
+            raise OSError(f"--output-dir {self.path}: cannot be written to: {error.strerror or error}") from None
+
+    def open(self, arguments: str) -> None:
+        """Begin to use the folder. An earlier run in it that is to be replaced moves aside.
+
+        Args:
+            arguments: the text of `train.yaml`.
+        """
+        if (self.path / ARGUMENTS).is_file():
+            self._previous = _free_name(self.path)
+            os.rename(self.path, self._previous)
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path / ARGUMENTS, arguments)
+
+    def reopen(self, step: int) -> None:
+        """Go on with the folder as it was at `step`: clear later metrics and what a killed process left unfinished."""
+        for folder in (self.path, self.checkpoints):
+            for leftover in folder.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        lines = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
+        write_whole(self.path / METRICS, "".join(lines))
+
+    def kept(self) -> None:
+        """Something whole has been saved: what it replaces can go."""
+        if self._previous is not None:
+            shutil.rmtree(self._previous)
+            self._previous = None
+
+    def close(self) -> None:
+        """After a failure: where nothing has been saved, put the earlier run back, or leave nothing behind."""
+        if self.newest_checkpoint() is not None or (self.path / WEIGHTS).is_file():
+            return
+        if self._previous is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.rename(self._previous, self.path)
+            self._previous = None
+        elif (self.path / ARGUMENTS).is_file():
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    # ---- metrics
+
+    def log(self, line: dict) -> None:
+        """Append a line to `metrics.jsonl`."""
+        path = self.path / METRICS
+        with saving(path), open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def metrics(self) -> list[dict]:
+        path = self.path / METRICS
+        if not path.is_file():
+            return []
+        lines = []
+        for text in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # a killed process can leave half a line
+                lines.append(json.loads(text))
+        return lines
+
+    # ---- what must be whole
+
+    @contextlib.contextmanager
+    def publish(self) -> Iterator[Path]:
+        """A temporary folder whose files are moved into the run's folder when all of them have been written.
+
+        Raises:
+            OSError: something could not be written; the earlier files are untouched.
+        """
+        temporary = self.path / f"{UNFINISHED}model"
+        with saving(self.path):
+            try:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir()
+                yield temporary
+                _sync_tree(temporary)
+                for file in sorted(temporary.iterdir()):
+                    os.replace(file, self.path / file.name)
+                _sync(self.path)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def newest_checkpoint(self) -> Path | None:
+        return max(self.checkpoints.glob("step-*"), default=None)
+
+    def unfinished_checkpoint(self, step: int) -> Path:
+        """Where a checkpoint is written until it is whole."""
+        return self.checkpoints / f"{UNFINISHED}{step:08d}"
+
+    def finish_checkpoint(self, step: int, keep: int) -> None:
+        """Give a checkpoint that has been written its name; then remove all but the newest `keep`."""
+        temporary = self.unfinished_checkpoint(step)
+        _sync_tree(temporary)
+        os.rename(temporary, self.checkpoint(step))
+        _sync(self.checkpoints)
+        self.kept()
+        for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
+            shutil.rmtree(old)
+
+
+def _free_name(path: Path) -> Path:
+    """A name beside `path` that is not taken."""
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.previous-{number}")).exists():
+        number += 1
+    return candidate

@@ -1,0 +1,575 @@
+"""The training loop: rows in, a folder with a model out."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..cli import first_line
+from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
+from .data import (
+    IGNORED,
+    Corpus,
+    ShuffledRows,
+    StreamedRows,
+    ValidationRows,
+    concatenate,
+    encode,
+    load_corpus,
+    validation_rows,
+)
+from .folder import ARGUMENTS, RunFolder, saving, write_whole
+from .model import check_folder, create_model, load_model
+from .optimizer import create_optimizer, learning_rate_ratio
+from .report import Baselines, baselines, plot_loss, table
+from .tokenizer import DEFAULT_VOCAB_SIZE, byte_tokenizer, load_tokenizer, train_bpe
+
+TOKENIZER_TRAINING_CHARACTERS = 100_000_000  # of the corpus's beginning; a BPE learns nothing more from more
+CHECKPOINT_FORMAT = 1
+# What may differ between a checkpoint and the run that goes on from it. Everything else decides which run it is.
+FREE = {"output_dir", "overwrite", "resume", "max_steps", "num_epochs", "max_minutes", "gradient_checkpointing"}
+FREE |= {"compile", "cpu", "log_steps", "eval_steps", "eval_rows", "save_steps", "keep_checkpoints"}
+
+
+@dataclasses.dataclass
+class State:
+    """Where a run is. Saved with every checkpoint.
+
+    Args:
+        step: optimiser steps taken.
+        rows: rows consumed of the endless shuffled order.
+        seconds: time spent training, interruptions not counted.
+        loss_sum, loss_steps: the losses since the latest line of metrics, and over how many steps.
+    """
+
+    step: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    loss_sum: float = 0.0
+    loss_steps: int = 0
+
+
+def train(model_args: ModelArguments, data_args: DataArguments, train_args: TrainArguments) -> dict:
+    """Train a model and leave it in `train_args.output_dir`.
+
+    Call it in every process. On SIGINT the run stops after the current step, saves a checkpoint and the model, and
+    returns.
+
+    Returns:
+        `output_dir`, `step`, `interrupted`, `train_loss` (the latest logged), and, where there is validation text and
+        the run was not interrupted, `validation_loss` (nats per token), `validation_perplexity`,
+        `validation_bits_per_byte`, `unigram_bits_per_byte`, `gzip_bits_per_byte`.
+
+    Raises:
+        ValueError, OSError: arguments, data or a folder that cannot be used; nothing has been left half-written.
+        FloatingPointError: the loss is no longer finite.
+    """
+    return Run(model_args, data_args, train_args).train()
+
+
+class Run:
+    """One training run: what `train` needs between its steps."""
+
+    def __init__(self, model_args: ModelArguments, data_args: DataArguments, train_args: TrainArguments):
+        self.args = train_args
+        self.arguments = (model_args, data_args, train_args)
+        if train_args.output_dir is None:
+            train_args.output_dir = f"runs/{model_args.model_type or 'mingru'}"
+        self.folder = RunFolder(train_args.output_dir)
+        self.folder.check(overwrite=train_args.overwrite, resume=train_args.resume)
+        self.accelerator = Accelerator(mixed_precision=train_args.mixed_precision, cpu=train_args.cpu)
+        self.accelerator.wait_for_everyone()  # every process has seen the folder as it was
+        if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
+            raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; on the CPU bf16 works")
+        if model_args.model is not None:
+            check_folder(model_args.model)
+        self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
+        self.state = State()
+        checkpoint = self.folder.newest_checkpoint() if train_args.resume else None
+        saved = None if checkpoint is None else self._read_state(checkpoint)
+
+        corpus = load_corpus(data_args, train_args.seed)
+        self.tokenizer = self._tokenizer(corpus, checkpoint)
+        self.rows = self._rows(corpus, data_args.sequence_length)
+        self.total_steps = self._total_steps()
+        set_seed(train_args.seed)
+        model = self._model()
+        self.validation = self._validation_rows(corpus, data_args.sequence_length, model.config.vocab_size)
+        if saved is not None and saved["digest"] != self.rows.digest():
+            raise ValueError(f"--resume: the corpus or its tokens have changed since {checkpoint} was written")
+        set_seed(train_args.seed, device_specific=True)  # each process drops out its own units
+
+        optimizer = create_optimizer(model, train_args, self.accelerator.device)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if checkpoint is not None:
+            with reading(checkpoint):
+                self.accelerator.load_state(str(checkpoint))
+        self._print(self._summary(corpus))
+
+    # ---- preparation
+
+    def _print(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(text)
+
+    def _tokenizer(self, corpus: Corpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+        model_args, data_args, _ = self.arguments
+        if checkpoint is not None:
+            return load_tokenizer(str(checkpoint / "tokenizer"))
+        if data_args.tokenizer == "bytes":
+            return byte_tokenizer()
+        if data_args.tokenizer != "bpe":
+            return load_tokenizer(data_args.tokenizer)
+        if model_args.model is not None:
+            if data_args.vocab_size is not None:
+                raise ValueError("--vocab-size belongs to a new tokenizer, but --model brings its own")
+            return load_tokenizer(model_args.model)
+        vocab_size = data_args.vocab_size or DEFAULT_VOCAB_SIZE
+        return train_bpe(self._first_texts(corpus), vocab_size)
+
+    def _first_texts(self, corpus: Corpus) -> Iterator[str]:
+        seen = 0
+        hidden = self.rank != 0
+        with tqdm(
+            desc="reading for the tokenizer", unit="B", unit_scale=True, delay=2, leave=False, disable=hidden
+        ) as bar:
+            for text in corpus.train.texts():
+                yield text
+                bar.update(len(text))
+                seen += len(text)
+                if seen >= TOKENIZER_TRAINING_CHARACTERS:
+                    return
+
+    def _rows(self, corpus: Corpus, sequence_length: int) -> ShuffledRows | StreamedRows:
+        if corpus.streaming:
+            return StreamedRows(corpus.train, self.tokenizer, sequence_length)
+        description = "tokenising" if self.rank == 0 else None
+        stream = concatenate(encode(self.tokenizer, corpus.train.texts(), description))
+        return ShuffledRows(stream, sequence_length, self.args.seed)
+
+    def _validation_rows(self, corpus: Corpus, sequence_length: int, vocab_size: int) -> ValidationRows | None:
+        if corpus.validation is None:
+            return None
+        return validation_rows(corpus.validation, self.tokenizer, sequence_length, vocab_size)
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.args.batch_size * self.args.gradient_accumulation_steps * self.processes
+
+    def _total_steps(self) -> int | None:
+        """Steps after which the run ends whatever the clock says; None where only the clock ends it."""
+        args = self.args
+        epochs = args.num_epochs
+        if epochs is None and args.max_steps is None and args.max_minutes is None:
+            epochs = 1
+        if epochs is None:
+            return args.max_steps
+        if isinstance(self.rows, StreamedRows):
+            raise ValueError("a stream's length is not known: with --streaming give --max-steps or --max-minutes")
+        steps = math.ceil(epochs * self.rows.per_epoch / self.rows_per_step)
+        return steps if args.max_steps is None else min(steps, args.max_steps)
+
+    def _model(self) -> PreTrainedModel:
+        model_args, _, args = self.arguments
+        model = create_model(model_args, self.tokenizer) if model_args.model is None else load_model(model_args.model)
+        if len(self.tokenizer) > model.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer does not fit the model: it has {len(self.tokenizer)} tokens, "
+                f"the model's vocabulary has {model.config.vocab_size}"
+            )
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        if args.compile:
+            check_compiler(self.accelerator.device)
+            model.compile()
+        return model
+
+    def _summary(self, corpus: Corpus) -> str:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        lines = [f"corpus      {corpus.description}"]
+        if isinstance(self.rows, ShuffledRows):
+            stream = self.rows.stream
+            lines[0] += f": {len(stream.tokens):,} tokens in {len(stream.starts):,} documents to train on"
+        if self.validation is not None:
+            lines[0] += f", {self.validation.targets:,} in {self.validation.documents:,} to validate on"
+        lines.append(f"tokenizer   {len(self.tokenizer):,} tokens")
+        kind = self.accelerator.unwrap_model(self.model).config.model_type
+        lines.append(f"model       {kind}, {parameters:,} parameters, on {self.accelerator.device.type}")
+        return "\n".join(lines)
+
+    # ---- the clock and the learning rate
+
+    def _seconds(self) -> float:
+        return self.seconds_before + time.perf_counter() - self.started
+
+    def _progress(self, step: int, seconds: float) -> float:
+        """Share of the run that is done after `step` steps and `seconds`: the largest share of any budget."""
+        shares = []
+        if self.total_steps is not None:
+            shares.append(step / self.total_steps)
+        if self.args.max_minutes is not None:
+            shares.append(seconds / (60 * self.args.max_minutes))
+        return max(shares)
+
+    def _set_learning_rate(self) -> None:
+        args, step = self.args, self.state.step + 1
+        progress = self._progress(step, self.state.seconds)
+        if args.warmup_steps >= 1:
+            warmup = step / args.warmup_steps
+        else:
+            warmup = progress / args.warmup_steps if args.warmup_steps > 0 else 1.0
+        ratio = learning_rate_ratio(progress, warmup, args.min_learning_rate_ratio)
+        for group in self.optimizer.param_groups:
+            group["lr"] = args.learning_rate * ratio
+
+    def _agree(self, seconds: float, stop: bool) -> tuple[float, bool]:
+        """The largest of all processes' values, so that they all stop after the same step."""
+        if self.processes == 1:
+            return seconds, stop
+        values = torch.tensor([seconds, float(stop)], device=self.accelerator.device)
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+        return values[0].item(), bool(values[1].item())
+
+    # ---- one step
+
+    def _batch(self, rows: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(value).to(self.accelerator.device) for name, value in rows.items()}
+
+    def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimiser step.
+
+        Returns:
+            The loss, in nats per target token over the whole step's rows (this process's part of it, 0-dim), and the
+            norm of the gradient before clipping.
+        """
+        size = self.args.batch_size
+        passes = self.args.gradient_accumulation_steps
+        batches = []
+        for number in range(passes):
+            first = self.state.rows + (number * self.processes + self.rank) * size
+            batches.append(self._batch(self.rows.take(first, size)))
+        # Every token counts alike, in whichever pass or process it is.
+        targets = sum((batch["labels"] != IGNORED).sum() for batch in batches)
+        if self.processes > 1:
+            targets = self.accelerator.reduce(targets, "sum")
+        total = torch.zeros((), device=self.accelerator.device)
+        for number, batch in enumerate(batches):
+            last = number == passes - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+                loss = self.model(**batch, num_items_in_batch=targets, use_cache=False).loss
+                # Gradients are averaged over processes, and the sum is wanted.
+                self.accelerator.backward(loss * self.processes)
+            total += loss.detach()
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state.step += 1
+        self.state.rows += self.rows_per_step
+        return total, norm
+
+    # ---- validation
+
+    def evaluate(self, rows: np.ndarray, description: str | None = None) -> float:
+        """The loss over some validation rows, in nats per target token. Context does not reach beyond the row."""
+        mine = rows[self.rank :: self.processes]
+        total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
+        one = torch.ones((), device=self.accelerator.device)
+        self.model.eval()
+        starts = range(0, len(mine), self.args.batch_size)
+        with torch.no_grad():
+            for start in tqdm(starts, description, delay=2, leave=False, disable=description is None or self.rank != 0):
+                chosen = mine[start : start + self.args.batch_size]
+                batch = self._batch({name: value[chosen] for name, value in self.validation.rows.items()})
+                total[0] += self.model(**batch, num_items_in_batch=one, use_cache=False).loss
+                total[1] += (batch["labels"] != IGNORED).sum()
+        self.model.train()
+        nats, targets = self.accelerator.reduce(total, "sum").tolist()
+        return nats / targets
+
+    def _validate(self, *, everything: bool = False) -> dict | None:
+        if self.validation is None:
+            return None
+        count = len(self.validation.rows["labels"])
+        if everything:
+            rows = np.arange(count)
+        else:
+            rows = np.linspace(0, count - 1, min(count, self.args.eval_rows)).round().astype(np.int64)
+        loss = self.evaluate(rows, "validating" if everything else None)
+        bytes_per_token = self.validation.text_bytes / self.validation.targets
+        result = {
+            "validation_loss": loss,
+            "validation_perplexity": math.exp(min(loss, 700.0)),  # beyond, a float overflows
+            "validation_bits_per_byte": loss / (math.log(2) * bytes_per_token),
+        }
+        self._log(result | {"validation_rows": len(rows), "elapsed": round(self.state.seconds, 3)})
+        return result
+
+    def _log(self, values: dict) -> None:
+        if self.accelerator.is_main_process:
+            self.folder.log({"step": self.state.step} | values)
+
+    # ---- saving
+
+    def _read_state(self, checkpoint: Path) -> dict:
+        """What `state.json` holds, once the checkpoint is known to belong to this run."""
+        with reading(checkpoint):
+            saved = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+            then = yaml.safe_load((checkpoint / ARGUMENTS).read_text(encoding="utf-8"))
+        if saved["format"] != CHECKPOINT_FORMAT:
+            raise ValueError(f"--resume: {checkpoint} has format {saved['format']}, expected {CHECKPOINT_FORMAT}")
+        now = yaml.safe_load(to_yaml(*self.arguments))
+        differing = [name for name in {**then, **now} if name not in FREE and then.get(name) != now.get(name)]
+        if differing:
+            name = differing[0]
+            raise ValueError(
+                f"--resume: {checkpoint} was written with {flag(name)} {then.get(name)}, now it is {now.get(name)}; "
+                f"`hf-recurrent train {self.folder.path / ARGUMENTS} --resume` goes on with the same settings"
+            )
+        if saved["processes"] != self.processes:
+            raise ValueError(
+                f"--resume: {checkpoint} was written by {saved['processes']} processes, now there are {self.processes}"
+            )
+        self.state = State(**saved["state"])
+        return saved
+
+    def save_checkpoint(self) -> None:
+        """Save what a run needs to go on as if it had not stopped. It is there as a whole or not at all."""
+        step, path = self.state.step, self.folder.checkpoint(self.state.step)
+        if path.exists():
+            return
+        temporary = self.folder.unfinished_checkpoint(step)
+        main = self.accelerator.is_main_process
+        with saving(path):
+            try:
+                if main:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    temporary.mkdir(parents=True)
+                self.accelerator.wait_for_everyone()
+                # torch's format keeps tied weights tied; safetensors would drop one and warn of it every time.
+                self.accelerator.save_state(str(temporary), safe_serialization=False)
+                if main:
+                    self.tokenizer.save_pretrained(temporary / "tokenizer")
+                    (temporary / ARGUMENTS).write_text(to_yaml(*self.arguments), encoding="utf-8")
+                    saved = {
+                        "format": CHECKPOINT_FORMAT,
+                        "processes": self.processes,
+                        "state": dataclasses.asdict(self.state),
+                        "digest": self.rows.digest(),
+                    }
+                    (temporary / "state.json").write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
+                self.accelerator.wait_for_everyone()
+                if main:
+                    self.folder.finish_checkpoint(step, self.args.keep_checkpoints)
+            finally:
+                if main:
+                    shutil.rmtree(temporary, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+
+    def save_model(self) -> None:
+        """Put the model and its tokenizer into the output folder, as `from_pretrained` reads them."""
+        state_dict = self.accelerator.get_state_dict(self.model)
+        if self.accelerator.is_main_process:
+            model = self.accelerator.unwrap_model(self.model)
+            with self.folder.publish() as temporary:
+                model.save_pretrained(temporary, state_dict=state_dict)
+                self.tokenizer.save_pretrained(temporary)
+            self.folder.kept()
+        self.accelerator.wait_for_everyone()
+
+    # ---- the loop
+
+    def train(self) -> dict:
+        if self.accelerator.is_main_process:
+            if self.args.resume:
+                self.folder.reopen(self.state.step)
+                write_whole(self.folder.path / ARGUMENTS, to_yaml(*self.arguments))
+            else:
+                self.folder.open(to_yaml(*self.arguments))
+        self.accelerator.wait_for_everyone()
+        try:
+            return self._train()
+        finally:
+            if self.accelerator.is_main_process:
+                self.folder.close()
+
+    def _train(self) -> dict:
+        self.model.train()
+        if self.state.step == 0:
+            self._validate()  # also compiles kernels before the clock starts
+        with interrupts() as interrupted:
+            stopped = self._loop(interrupted)
+            self.save_model()
+        result = {"output_dir": str(self.folder.path), "step": self.state.step, "interrupted": stopped}
+        logged = [line["loss"] for line in self.folder.metrics() if "loss" in line]
+        result["train_loss"] = logged[-1] if logged else None
+        if stopped:
+            self._print(
+                f"stopped after step {self.state.step}; the model is saved in {self.folder.path}\n"
+                f"go on with: hf-recurrent train {self.folder.path / ARGUMENTS} --resume"
+            )
+        else:
+            self._print(f"the model is saved in {self.folder.path}")
+        return result | self._report(final=not stopped)
+
+    def _loop(self, interrupted: Callable[[], bool]) -> bool:
+        """Train until a budget is used up; whether it was an interruption that ended it."""
+        args, state = self.args, self.state
+        self.seconds_before, self.started = state.seconds, time.perf_counter()
+        stop = False
+        # A resumed run goes on with the sum over all processes, in one of them.
+        loss_sum = torch.tensor(state.loss_sum if self.rank == 0 else 0.0, device=self.accelerator.device)
+        rate_step, rate_seconds = state.step, 0.0  # since the latest line of metrics, in steps alone
+        with self._bar() as bar:
+            while not stop and self._progress(state.step, state.seconds) < 1:
+                self._set_learning_rate()
+                before = time.perf_counter()
+                loss, norm = self._step()
+                loss_sum += loss
+                state.loss_steps += 1
+                rate_seconds += time.perf_counter() - before
+                state.seconds, stop = self._agree(self._seconds(), interrupted())
+                finished = self._progress(state.step, state.seconds) >= 1
+                if state.step % args.log_steps == 0 or finished:
+                    value = self.accelerator.reduce(loss_sum, "sum").item() / state.loss_steps
+                    self._check_finite(value)
+                    tokens = self.rows_per_step * self.arguments[1].sequence_length
+                    rate = (state.step - rate_step) * tokens / rate_seconds
+                    self._log(
+                        {
+                            "tokens": state.step * tokens,
+                            "loss": value,
+                            "lr": self.optimizer.param_groups[0]["lr"],
+                            "grad_norm": float(norm),
+                            "tokens_per_second": round(rate, 1),
+                            "elapsed": round(state.seconds, 3),
+                        }
+                    )
+                    bar.set_postfix_str(f"step {state.step}, loss {value:.3f}, {rate:,.0f} tokens/s", refresh=False)
+                    loss_sum.zero_()
+                    state.loss_steps, rate_step, rate_seconds = 0, state.step, 0.0
+                bar.update(min(self._bar_position(), bar.total) - bar.n)
+                if args.eval_steps and state.step % args.eval_steps == 0 and not finished:
+                    self._show(self._validate())
+                if stop or (args.save_steps and state.step % args.save_steps == 0 and not finished):
+                    state.loss_sum = self.accelerator.reduce(loss_sum, "sum").item()
+                    self.save_checkpoint()
+        return stop
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {loss} at step {self.state.step}: "
+                f"try a --learning-rate smaller than {self.args.learning_rate}"
+            )
+
+    def _bar(self) -> tqdm:
+        """A bar over whichever budget is expected to run out first: a run with a time limit counts seconds."""
+        by_time = self.args.max_minutes is not None
+        return tqdm(
+            total=60 * self.args.max_minutes if by_time else self.total_steps,
+            initial=min(self._bar_position(), 60 * self.args.max_minutes) if by_time else self.state.step,
+            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
+            disable=not self.accelerator.is_main_process,
+            mininterval=0.1 if sys.stderr.isatty() else 10,
+        )
+
+    def _bar_position(self) -> float:
+        return self.state.seconds if self.args.max_minutes is not None else self.state.step
+
+    def _show(self, result: dict | None) -> None:
+        if result is not None:
+            self._print(
+                f"step {self.state.step}: validation loss {result['validation_loss']:.3f}, "
+                f"about {result['validation_bits_per_byte']:.3f} bits per byte"
+            )
+
+    def _report(self, *, final: bool) -> dict:
+        """Validate on everything, draw the loss curve, print the table."""
+        result = self._validate(everything=True) if final else None
+        references: Baselines | None = None
+        if self.validation is not None:
+            references = baselines(self.validation, self.rows.target_counts(len(self.validation.target_counts)))
+        if not self.accelerator.is_main_process:
+            return result or {}
+        config = self.accelerator.unwrap_model(self.model).config
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        name = f"{config.model_type}, {parameters:,} parameters"
+        with self.folder.publish() as temporary:
+            plot_loss(self.folder.metrics(), references, name, temporary / "loss.png")
+        if result is None:
+            return {}
+        result["unigram_bits_per_byte"], result["gzip_bits_per_byte"] = references.unigram, references.gzip
+        size = f"{self.validation.text_bytes:,} bytes in {self.validation.documents:,} documents"
+        self._print(
+            f"\nvalidation ({size}): loss {result['validation_loss']:.3f} nats per token, "
+            f"perplexity {result['validation_perplexity']:.2f}\n"
+            + table(
+                [
+                    ("", "bits per byte"),
+                    (name, f"{result['validation_bits_per_byte']:.3f}"),
+                    ("unigram over the same tokens", f"{references.unigram:.3f}"),
+                    ("gzip -9", f"{references.gzip:.3f}"),
+                ]
+            )
+            + f"\nmetrics in {self.folder.path / 'metrics.jsonl'}, curve in {self.folder.path / 'loss.png'}"
+        )
+        return result
+
+
+@contextlib.contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Turns whatever a damaged checkpoint raises into one ValueError that names it."""
+    try:
+        yield
+    except Exception as error:  # torch, pickle, json and the system raise their own kinds
+        raise ValueError(f"--resume: {checkpoint} cannot be read: {first_line(error)}") from error
+
+
+def check_compiler(device: torch.device) -> None:
+    """Make sure that torch.compile works here, before any training.
+
+    Raises:
+        ValueError: it does not; the message gives torch's reason.
+    """
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
+    except Exception as error:  # inductor wraps whatever its compiler raised
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"--compile: torch.compile does not work here: {reason}") from error
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Notes SIGINT instead of raising; a second one raises KeyboardInterrupt at once. Yields a function that asks."""
+    seen = False
+
+    def note(number, frame):
+        nonlocal seen
+        if seen:
+            raise KeyboardInterrupt
+        seen = True
+        tqdm.write("stopping after this step (Ctrl-C again: at once, without saving)", file=sys.stderr)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: seen
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,110 @@
+"""The model to train: a new one of any family, or one from a folder."""
+
+import dataclasses
+from pathlib import Path
+
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..cli import first_line, nearest
+from ..modeling import FAMILIES
+from .arguments import ModelArguments, flag
+
+# Small enough for two CPU cores; a family's own defaults are those of its paper's smaller language models.
+DEFAULT_MODEL_TYPE = "mingru"
+DEFAULT_SIZE = {"hidden_size": 256, "num_hidden_layers": 4}
+
+
+def families() -> dict[str, type[PreTrainedConfig]]:
+    """The configuration class of each family, by model type."""
+    return {config_class.model_type: config_class for config_class in FAMILIES}
+
+
+def parse_overrides(text: str) -> dict[str, object]:
+    """`key=value,key=value` as a dict; values are YAML scalars: 3, 1e-5, true, null, text.
+
+    Raises:
+        ValueError: an item is not `key=value`.
+    """
+    overrides = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = item.partition("=")
+        if not (equals and name.strip()):
+            raise ValueError(f"--config-overrides: expected key=value,key=value, got {item!r}")
+        value = yaml.safe_load(value)
+        if isinstance(value, str):
+            try:
+                value = float(value)  # YAML 1.1 takes 1e-5 for text
+            except ValueError:
+                pass
+        overrides[name.strip()] = value
+    return overrides
+
+
+def create_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The configuration that the arguments describe, with the tokenizer's vocabulary and special tokens.
+
+    Raises:
+        ValueError: an unknown family, a field that the family does not have, a value that does not fit.
+    """
+    model_type = args.model_type or DEFAULT_MODEL_TYPE
+    if model_type not in families():
+        raise ValueError(f"--model-type {model_type}: no such family{nearest(model_type, families())}")
+    config_class = families()[model_type]
+    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    valid = [field.name for field in dataclasses.fields(config_class) if field.name not in inherited]
+    flags, overrides = args.config_fields(), parse_overrides(args.config_overrides or "")
+    fields = {name: int(value) if float(value).is_integer() else value for name, value in flags.items()}
+    for source, names in ((None, flags), ("--config-overrides", overrides)):
+        for name in names:
+            if name not in valid:
+                what = flag(name) if source is None else f"{source}: {name}"
+                raise ValueError(f"{what} is not a field of {config_class.__name__}{nearest(name, valid)}")
+            if source is not None and (name in flags or name == "vocab_size" or name.endswith("_token_id")):
+                reason = "is also given as a flag" if name in flags else "is the tokenizer's to give"
+                raise ValueError(f"{source}: {name} {reason}")
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    try:
+        return config_class(**(DEFAULT_SIZE | fields | overrides), vocab_size=len(tokenizer), **tokens)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(f"{config_class.__name__}: {' '.join(str(error).split())}") from None
+
+
+def create_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A new causal language model. Raises what `create_config` raises."""
+    return AutoModelForCausalLM.from_config(create_config(args, tokenizer))
+
+
+def check_folder(name: str) -> PreTrainedConfig:
+    """The configuration of a model of ours, in a folder or on the Hub.
+
+    Raises:
+        ValueError: there is no model, or it is of another type.
+    """
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise ValueError(f"--model {name}: the folder has no config.json, so it holds no model")
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:  # a broken file, an unknown type, no network: each raises its own
+        if not Path(name).exists():
+            raise ValueError(f"--model {name}: no such folder, and no such model could be had from the Hub") from error
+        raise ValueError(f"--model {name}: its config.json cannot be used: {first_line(error)}") from error
+    if config.model_type not in families():
+        raise ValueError(
+            f"--model {name}: is of type {config.model_type!r}; this package knows {', '.join(sorted(families()))}"
+        )
+    return config
+
+
+def load_model(name: str) -> PreTrainedModel:
+    """A causal language model of ours, from a folder or the Hub.
+
+    Raises:
+        ValueError: there is none, it is of another type, or its weights cannot be read.
+    """
+    check_folder(name)
+    try:
+        return AutoModelForCausalLM.from_pretrained(name)
+    except Exception as error:  # safetensors and the Hub raise their own
+        raise ValueError(f"--model {name}: its weights cannot be loaded: {first_line(error)}") from error

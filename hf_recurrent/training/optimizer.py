@@ -1,0 +1,37 @@
+"""AdamW's parameter groups and the learning rate's course."""
+
+import math
+
+import torch
+from torch import nn
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """The trainable parameters in two groups: matrices, which decay, and vectors (norms, biases), which don't."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def create_optimizer(model: nn.Module, args, device: torch.device) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101) as `TrainArguments` describe it."""
+    return torch.optim.AdamW(
+        parameter_groups(model, args.weight_decay),
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        fused=device.type in ("cpu", "cuda"),
+    )
+
+
+def learning_rate_ratio(progress: float, warmup: float, minimum: float) -> float:
+    """The learning rate in multiples of its highest value: linear warm-up times half a cosine.
+
+    Args:
+        progress: share of the run that is done, 0 ... 1.
+        warmup: share of the warm-up that is done; above 1 it is over.
+        minimum: what the cosine ends at.
+    """
+    return min(1.0, warmup) * (minimum + (1 - minimum) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))

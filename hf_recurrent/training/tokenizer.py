@@ -1,0 +1,89 @@
+"""Tokenizers: byte-level BPE trained on the corpus, plain bytes, or one from a folder or the Hub."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ..cli import first_line
+
+END_OF_TEXT = "<|endoftext|>"
+DEFAULT_VOCAB_SIZE = 4096
+MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
+
+
+def byte_symbols() -> list[str]:
+    """The printable character that stands for each of the 256 bytes in byte-level vocabularies, in byte order.
+
+    Printable Latin-1 characters stand for themselves; the other bytes take the characters from U+0100 on, in byte order
+    (the alphabet of GPT-2, https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf,
+    section 2.2).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    # One token marks both ends of a document. Padding is masked wherever it appears and needs no token of its own.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE. Any text is encoded without loss and there is no unknown token.
+
+    The vocabulary has at most `vocab_size` tokens, fewer where the texts offer fewer merges.
+
+    Raises:
+        ValueError: `vocab_size` is smaller than the byte alphabet and the end-of-text token together.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"--vocab-size {vocab_size} is smaller than the byte alphabet: "
+            f"at least {MIN_VOCAB_SIZE} are needed (256 bytes and {END_OF_TEXT})"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,  # its bars go to stderr from Rust, whatever the terminal
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _wrap(tokenizer)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte, whose id is the byte's value; the end-of-text token is 256."""
+    vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return _wrap(tokenizer)
+
+
+def load_tokenizer(name: str, flag: str = "--tokenizer") -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or the Hub.
+
+    Raises:
+        ValueError: there is none, or it has no end-of-sequence token to mark where documents end.
+    """
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"{flag} {name}: no such folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # a broken file, an unknown class, no network: each library raises its own
+        raise ValueError(f"{flag} {name}: cannot be loaded: {first_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{flag} {name}: it has no end-of-sequence token to mark where documents end")
+    return tokenizer

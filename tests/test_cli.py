@@ -1,0 +1,204 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+import hf_recurrent
+from hf_recurrent import cli
+from hf_recurrent.training.tokenizer import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a model of random weights and a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    config = hf_recurrent.MinGRUConfig(
+        hidden_size=16, num_hidden_layers=2, vocab_size=257, eos_token_id=256, pad_token_id=256, initializer_range=0.5
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command; returns what it printed. A refused one leaves one line, which is returned."""
+
+    def call(*argv, status=0):
+        assert cli.main(list(map(str, argv))) == status
+        out, err = capsys.readouterr()
+        if status == 0:
+            return out
+        assert out == "" and err.startswith("hf-recurrent: error: ") and err.count("\n") == 1
+        return err
+
+    return call
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+def test_help_and_version(run):
+    assert run("--help") == run() == run("help")
+    for command in cli.COMMANDS:
+        assert f"  {command} " in run("--help")
+    assert run("--version") == f"hf-recurrent {hf_recurrent.__version__}\n"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_of_each_command(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert f"usage: hf-recurrent {command}" in text and f"examples:\n  hf-recurrent {command}" in text
+
+
+def test_mistakes(run, model, tmp_path):
+    assert "unknown command trian; the nearest valid one is train" in run("trian", status=2)
+    assert "unknown flag --modle; the nearest valid one is --model" in run("generate", "--modle", "x", status=2)
+    assert "unknown flag --jsn; the nearest valid one is --json" in run("info", "--jsn", status=2)
+    assert "required: --prompt" in run("generate", "--model", model, status=2)
+    assert "unexpected argument 'x'" in run("info", "x", status=2)
+    assert "recipe.yaml: no such file" in run("train", tmp_path / "recipe.yaml", status=2)
+
+
+def test_debug_shows_where(monkeypatch, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        cli.main(["train", str(tmp_path / "none.yaml"), "--debug"])
+    monkeypatch.setenv("HF_RECURRENT_DEBUG", "1")
+    with pytest.raises(FileNotFoundError):
+        cli.main(["train", str(tmp_path / "none.yaml")])
+    monkeypatch.setenv("HF_RECURRENT_DEBUG", "0")
+    assert cli.main(["train", str(tmp_path / "none.yaml")]) == 2
+
+
+def test_a_fault_of_the_program_shows_its_traceback(monkeypatch):
+    def broken(argv):
+        raise KeyError("bug")
+
+    monkeypatch.setitem(cli.COMMANDS, "info", (broken, ""))
+    with pytest.raises(KeyError):
+        cli.main(["info"])
+
+
+def test_warnings_are_one_line(monkeypatch, capsys):
+    import warnings
+
+    def warn(argv):
+        warnings.warn("no compiler:\n  slower", stacklevel=1)
+        return 0
+
+    monkeypatch.setitem(cli.COMMANDS, "info", (warn, ""))
+    assert cli.main(["info"]) == 0
+    assert capsys.readouterr().err == "hf-recurrent: warning: no compiler: slower\n"
+
+
+def test_as_a_module():
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
+    command = [sys.executable, "-m", "hf_recurrent", "generate", "--model", "nowhere", "--prompt", ""]
+    done = subprocess.run(command, env=env | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("hf-recurrent: error: --model nowhere: no such folder") and done.stdout == ""
+
+
+# ---- generate --------------------------------------------------------------------------------------------------------
+
+
+def expected(model, prompt, **options):
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(prompt, return_tensors="pt")
+    return tokenizer.decode(loaded.generate(**ids, **options)[0], skip_special_tokens=True) + "\n"
+
+
+def test_greedy_and_beams(run, model):
+    common = ("generate", "--model", model, "--prompt", "def ", "--max-new-tokens", 20)
+    assert run(*common, "--temperature", 0) == expected(model, "def ", max_new_tokens=20, do_sample=False)
+    beams = expected(model, "def ", max_new_tokens=20, do_sample=False, num_beams=3)
+    assert run(*common, "--num-beams", 3) == beams
+
+
+def test_sampling(run, model):
+    common = ("generate", "--model", model, "--prompt", "def ", "--max-new-tokens", 20)
+    first = run(*common, "--seed", 1)
+    assert first == run(*common, "--seed", 1) != run(*common, "--seed", 2)
+    assert run(*common, "--seed", 1, "--top-k", 1) == run(*common, "--temperature", 0)
+    assert run(*common, "--seed", 1, "--top-p", 1e-9) == run(*common, "--temperature", 0)
+    assert run(*common, "--seed", 1, "--temperature", 1e-4) == run(*common, "--temperature", 0)
+
+
+def test_streaming_prints_the_same(run, model):
+    common = ("generate", "--model", model, "--prompt", "import os\n", "--max-new-tokens", 30, "--temperature", 0)
+    assert run(*common, "--stream") == run(*common)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", ""], "--prompt '' tokenises to nothing: give at least one character"),
+        (["--prompt", "a", "--temperature", -1], "--temperature: must be at least 0, got -1"),
+        (["--prompt", "a", "--top-p", 2], "--top-p: must be between 0 and 1, got 2"),
+        (["--prompt", "a", "--max-new-tokens", 0], "--max-new-tokens: must be at least 1, got 0"),
+        (["--prompt", "a", "--num-beams", "x"], "--num-beams: invalid int value: 'x'"),
+        (["--prompt", "a", "--num-beams", 2, "--stream"], "--stream cannot be combined with --num-beams"),
+    ],
+)
+def test_what_generate_refuses(run, model, flags, message):
+    assert message in run("generate", "--model", model, *flags, status=2)
+
+
+def test_models_that_are_refused(run, model, tmp_path):
+    def refusal(folder):
+        return run("generate", "--model", folder, "--prompt", "a", status=2)
+
+    assert "nowhere/at/all: no such folder" in refusal(tmp_path / "nowhere/at/all")
+    assert "the folder has no config.json" in refusal(tmp_path)
+    GPT2Config().save_pretrained(tmp_path)
+    assert "is of type 'gpt2'; this package knows mingru" in refusal(tmp_path)
+    assert "is of type 'gpt2'" in run("info", "--model", tmp_path, status=2)
+    (tmp_path / "config.json").write_text("{")
+    assert f"--model {tmp_path}: its config.json cannot be used" in refusal(tmp_path)
+
+
+def test_a_tokenizer_beyond_the_vocabulary(run, tmp_path):
+    config = hf_recurrent.MinGRUConfig(hidden_size=16, num_hidden_layers=1, vocab_size=100)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    message = run("generate", "--model", tmp_path, "--prompt", "A~", status=2)
+    assert "token id 126 is outside the model's vocabulary of 100" in message
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
+
+
+def test_info(run, model):
+    facts = json.loads(run("info", "--model", model, "--json"))
+    assert facts["versions"]["hf_recurrent"] == hf_recurrent.__version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert "logical cores" in facts["devices"]["cpu"]
+    assert facts["backends"]["report"] == hf_recurrent.backend_report()
+    assert facts["backends"]["used"]["cpu tensors"] in hf_recurrent.available_backends()
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    cache = loaded(torch.zeros(1, 5, dtype=torch.long), use_cache=True).past_key_values
+    assert facts["model"] == {
+        "folder": model,
+        "family": "mingru",
+        "layers": 2,
+        "hidden size": 16,
+        "vocabulary": 257,
+        "parameters": sum(parameter.numel() for parameter in loaded.parameters()),
+        "parameters in embeddings": 2 * 257 * 16,
+        "dtype": "float32",
+        "state bytes per sequence": cache.nbytes,
+    }
+    text = run("info", "--model", model)
+    for word in ("versions", "devices", "scan backends", "chunked", "mingru", "state bytes per sequence"):
+        assert word in text
+    assert "mingru" not in run("info")

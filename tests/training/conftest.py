@@ -1,0 +1,19 @@
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    """Accelerate keeps its settings for the whole process; a command line has a process of its own."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def own_datasets_cache(tmp_path_factory, monkeypatch):
+    """Nothing goes to the user's cache, and no test waits for a network."""
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

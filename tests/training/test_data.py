@@ -1,0 +1,381 @@
+import bz2
+import gzip
+import json
+import lzma
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_recurrent.training.arguments import DataArguments
+from hf_recurrent.training.data import (
+    IGNORED,
+    Documents,
+    ShuffledRows,
+    StreamedRows,
+    TokenStream,
+    concatenate,
+    count_rows,
+    count_targets,
+    dataset_documents,
+    encode,
+    expand,
+    file_documents,
+    in_validation,
+    load_corpus,
+    pack,
+    pieces,
+    split,
+    stdlib_documents,
+    validation_rows,
+)
+from hf_recurrent.training.tokenizer import byte_tokenizer
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+END = 256
+
+
+def documents(*texts):
+    return Documents(lambda epoch: ((text, text) for text in texts))
+
+
+def texts_of(docs):
+    return list(docs.texts())
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def streams(draw):
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+    starts = np.cumsum([0, *lengths[:-1]])
+    return TokenStream(np.arange(1, sum(lengths) + 1, dtype=np.uint16), starts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(stream=streams(), length=st.integers(2, 7))
+def test_packing_equals_a_slow_loop(stream, length):
+    rows = count_rows(stream, length)
+    packed = pack(stream, np.arange(rows), length)
+    for row in range(rows):
+        position = 0
+        for column in range(length):
+            place = row * (length - 1) + column
+            position = 0 if column == 0 or place in stream.starts else position + 1
+            assert packed["input_ids"][row, column] == stream.tokens[place]
+            assert packed["position_ids"][row, column] == position
+            assert packed["labels"][row, column] == (IGNORED if position == 0 else stream.tokens[place])
+
+
+@settings(max_examples=100, deadline=None)
+@given(stream=streams(), length=st.integers(2, 7))
+def test_every_token_is_a_target_once_but_the_documents_first(stream, length):
+    used = count_rows(stream, length) * (length - 1) + 1
+    labels = pack(stream, np.arange(count_rows(stream, length)), length)["labels"]
+    expected = np.delete(stream.tokens[:used], stream.starts[stream.starts < used])
+    assert sorted(labels[labels != IGNORED]) == expected.tolist()
+
+
+def test_rows_have_no_padding_and_are_as_many_as_fit():
+    stream = TokenStream(np.arange(10, dtype=np.uint16), np.array([0]))
+    assert [count_rows(stream, length) for length in (2, 4, 10, 11)] == [9, 3, 1, 0]
+    assert pack(stream, np.array([2]), 4)["input_ids"].tolist() == [[6, 7, 8, 9]]
+
+
+def test_target_counts():
+    stream = TokenStream(np.array([0, 5, 5, 0, 0, 5, 0], np.uint16), np.array([0, 4]))
+    assert count_targets(stream, 6).tolist() == [2, 0, 0, 0, 0, 3]
+
+
+def test_shuffled_rows_are_permutations_of_seed_and_epoch():
+    stream = TokenStream(np.arange(41, dtype=np.uint16), np.array([0]))
+    rows = ShuffledRows(stream, 5, seed=3)
+    assert rows.per_epoch == 10
+    first, second = (rows.take(epoch * 10, 10)["input_ids"] for epoch in (0, 1))
+    assert sorted(first[:, 0]) == sorted(second[:, 0]) == list(range(0, 40, 4))
+    assert first.tolist() != second.tolist()
+    assert ShuffledRows(stream, 5, seed=3).take(10, 10)["input_ids"].tolist() == second.tolist()
+    assert ShuffledRows(stream, 5, seed=4).take(0, 10)["input_ids"].tolist() != first.tolist()
+
+
+def test_shuffled_rows_do_not_depend_on_how_they_are_taken():
+    rows = ShuffledRows(TokenStream(np.arange(41, dtype=np.uint16), np.array([0])), 5, seed=0)
+    whole = rows.take(0, 35)["input_ids"]  # over several epochs
+    parts = [rows.take(first, 7)["input_ids"] for first in range(0, 35, 7)]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_a_corpus_shorter_than_one_row():
+    with pytest.raises(ValueError, match="shorter than one row: 4 tokens for training, --sequence-length 5"):
+        ShuffledRows(TokenStream(np.arange(4, dtype=np.uint16), np.array([0])), 5, seed=0)
+    with pytest.raises(ValueError, match="shorter than one row: 4 tokens for training, --sequence-length 5"):
+        StreamedRows(documents("ab"), byte_tokenizer(), 5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(texts=st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=6), length=st.integers(2, 6))
+def test_streamed_rows_are_those_of_the_whole_stream(texts, length):
+    tokenizer = byte_tokenizer()
+    stream = concatenate(encode(tokenizer, texts))
+    count = count_rows(stream, length)
+    if count == 0:
+        return
+    expected = pack(stream, np.arange(count), length)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_recurrent.training.data.BATCH", 1)  # a document at a time
+        rows = StreamedRows(documents(*texts), tokenizer, length)
+        twice = rows.take(0, 2 * count)
+        assert all(np.array_equal(twice[name], np.tile(value, (2, 1))) for name, value in expected.items())
+        later = StreamedRows(documents(*texts), tokenizer, length).take(count, count)
+        assert all(np.array_equal(later[name], value) for name, value in expected.items())
+    counts = rows.target_counts(257)
+    assert counts.sum() == 2 * (expected["labels"] != IGNORED).sum()
+    with pytest.raises(ValueError, match="have been read already"):
+        rows.take(0, 1)
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_documents_begin_and_end_with_the_end_token():
+    stream = concatenate(encode(byte_tokenizer(), ["ab", "é"]))
+    assert stream.tokens.tolist() == [END, 97, 98, END, END, 195, 169, END]
+    assert stream.starts.tolist() == [0, 4]
+    assert stream.tokens.dtype == np.uint16
+
+
+def test_a_text_cannot_end_its_document():
+    stream = concatenate(encode(byte_tokenizer(), ["a<|endoftext|>b"]))
+    assert (stream.tokens == END).sum() == 2
+    assert bytes(stream.tokens[1:-1].astype(np.uint8)) == b"a<|endoftext|>b"
+
+
+def test_a_tokenizer_with_two_different_ends():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    assert concatenate(encode(tokenizer, ["a"])).tokens.tolist() == [257, 97, END]
+    tokenizer.bos_token = None
+    assert concatenate(encode(tokenizer, ["a"])).tokens.tolist() == [END, 97, END]
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text("ab\n", max_size=50), size=st.integers(1, 20))
+def test_pieces_are_the_text(text, size):
+    cut = list(pieces(text, size))
+    assert "".join(cut) == text
+    assert all(piece.endswith("\n") and len(piece) > size for piece in cut[:-1])
+
+
+def test_long_documents_are_tokenised_in_pieces(monkeypatch):
+    monkeypatch.setattr("hf_recurrent.training.data.pieces", lambda text: pieces(text, 5))
+    monkeypatch.setattr("hf_recurrent.training.data.BATCH", 20)
+    texts = ["one two\nthree\n\nfour" * 3, "x", "five\n" * 9]
+    stream = concatenate(encode(byte_tokenizer(), texts))
+    expected = [[END, *text.encode(), END] for text in texts]
+    assert stream.tokens.tolist() == sum(expected, [])
+    assert stream.starts.tolist() == np.cumsum([0, *map(len, expected[:-1])]).tolist()
+
+
+def test_the_digest_sees_tokens_and_boundaries():
+    tokens, starts = np.arange(9, dtype=np.uint16), np.array([0, 4])
+    digest = TokenStream(tokens, starts).digest()
+    assert digest == TokenStream(tokens.copy(), starts.copy()).digest()
+    assert digest != TokenStream(tokens[::-1], starts).digest()
+    assert digest != TokenStream(tokens, np.array([0, 5])).digest()
+
+
+def test_validation_rows_hold_everything():
+    texts = ["hello world", "é" * 7]
+    rows = validation_rows(documents(*texts), byte_tokenizer(), sequence_length=6, vocab_size=300)
+    contents = [text.encode() for text in texts]
+    labels = rows.rows["labels"]
+    # Each byte and both ends are predicted once; the padding of the last row is not.
+    assert sorted(labels[labels != IGNORED]) == sorted([*b"".join(contents), END, END])
+    assert rows.targets == (labels != IGNORED).sum() == sum(map(len, contents)) + 2
+    assert rows.target_counts[ord("l")] == 3 and len(rows.target_counts) == 300
+    assert rows.text_bytes == sum(map(len, contents)) and rows.documents == 2
+    assert rows.gzip_bytes == len(gzip.compress(b"".join(contents), 9))
+
+
+def test_no_validation_text():
+    with pytest.raises(ValueError, match="there is no validation text: give --validation-files"):
+        validation_rows(documents(""), byte_tokenizer(), 8, 257)
+
+
+# ---- the split -------------------------------------------------------------------------------------------------------
+
+
+def test_the_split_depends_on_the_key_alone():
+    # Written down: another release must not move a file to the other side.
+    keys = [f"module_{number}.py" for number in range(200)]
+    held_out = [key for key in keys if in_validation(key, 0.05)]
+    assert held_out == [f"module_{number}.py" for number in (5, 30, 60, 63, 68, 73, 183, 185)]
+    train, validation = split(documents(*keys), 0.05)
+    assert texts_of(validation) == held_out
+    assert sorted(texts_of(train) + held_out) == sorted(keys)
+    assert set(held_out) < {key for key in keys if in_validation(key, 0.2)}
+
+
+def test_one_long_document_is_split_at_its_tail():
+    train, validation = split(documents("abcdefghij"), 0.25)
+    assert (texts_of(train), texts_of(validation)) == (["abcdefg"], ["hij"])
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data beside the repository")
+def test_a_tenth_of_tiny_shakespeare_is_the_papers_split():
+    corpus = file_documents([str(SHARED / "tinyshakespeare.txt")], "text")
+    train, validation = split(corpus, 0.1)
+    assert [len(text) for text in texts_of(train) + texts_of(validation)] == [1_003_854, 111_540]
+
+
+def test_no_validation_share():
+    assert split(documents("a", "b"), 0)[1] is None
+
+
+# ---- sources ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_standard_library():
+    docs = dict(iter(stdlib_documents()))
+    names = list(docs)
+    assert names == sorted(names) and len(names) > 300
+    assert docs["argparse.py"] == Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
+    assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in names)
+
+
+def test_undecodable_files_tests_and_packages_are_left_out(tmp_path):
+    for name in ("b.py", "a.py", "p/m.py", "test/t.py", "p/tests/t.py", "site-packages/q.py", "p/idle_test/t.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\r\n", newline="")
+    (tmp_path / "latin.py").write_bytes(b"# \xe9")
+    (tmp_path / "empty.py").write_text("")
+    assert list(stdlib_documents(tmp_path)) == [(n, f"# {n}\r\n") for n in ("a.py", "b.py", "p/m.py")]
+
+
+def write_files(folder):
+    """One file of each kind; the texts they hold."""
+    records = [{"text": "json 1\nline", "n": 1}, {"text": "json 2", "n": 2}]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "a.txt").write_text("plain\r\ntext é\n", encoding="utf-8", newline="")
+    (folder / "b.jsonl").write_text(lines)
+    (folder / "c.json").write_text(json.dumps(records))
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for name, module in (("e.txt.gz", gzip), ("f.md.bz2", bz2), ("g.xz", lzma)):
+        (folder / name).write_bytes(module.compress(b"packed\n"))
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["pq 1", "pq 2", "", "pq 3"]}), folder / "h.parquet")
+    return [
+        "plain\r\ntext é\n",
+        *["json 1\nline", "json 2"] * 3,
+        *["packed\n"] * 3,
+        *["pq 1", "pq 2", "pq 3"],
+    ]
+
+
+def test_data_files_of_every_kind(tmp_path):
+    expected = write_files(tmp_path)
+    docs = file_documents(expand([str(tmp_path / "*")], "--data-files"), "text")
+    assert texts_of(docs) == expected
+    assert texts_of(docs) == expected  # again and again
+    assert texts_of(docs.head(3)) == expected[:3]
+
+
+def test_globs_and_names(tmp_path):
+    for name in ("x/2.txt", "x/1.txt", "x/y/3.txt", "[odd].txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = expand([str(tmp_path / "x/**/*.txt"), str(tmp_path / "[odd].txt")], "--data-files")
+    assert [Path(name).relative_to(tmp_path).as_posix() for name in found] == [
+        "x/1.txt",
+        "x/2.txt",
+        "x/y/3.txt",
+        "[odd].txt",
+    ]
+    with pytest.raises(FileNotFoundError, match=r"--data-files .*none\*: no such file"):
+        expand([str(tmp_path / "none*")], "--data-files")
+    with pytest.raises(FileNotFoundError, match="--validation-files .*x: is a folder"):
+        expand([str(tmp_path / "x")], "--validation-files")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"caf\xe9", "not UTF-8 text: .* at byte 3"),
+        ("a.txt.gz", b"not an archive", "cannot be read: Not a gzipped file"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "cannot be read as json"),
+        ("a.jsonl", b'{"txt": "a", "n": 1}\n', "no column 'text'; it has 'txt', 'n': choose one by --text-column"),
+        ("a.jsonl", b'{"text": 3}\n', "record 0: column 'text' holds 3, expected text"),
+        ("a.parquet", b"PAR1 garbage", "cannot be read as parquet: .*magic bytes"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, name, content, message):
+    good, bad = tmp_path / "good.txt", tmp_path / name
+    good.write_text("good")
+    bad.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{bad}: {message}"):
+        texts_of(file_documents([str(good), str(bad)], "text"))
+
+
+@pytest.fixture
+def dataset_folder(tmp_path):
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    for name, count in (("train", 30), ("validation", 3)):
+        lines = [json.dumps({"content": f"{name} {number}"}) for number in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return str(folder)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset(dataset_folder, streaming):
+    docs = dataset_documents(dataset_folder, None, "train", "content", streaming=streaming)
+    expected = [f"train {number}" for number in range(30)]
+    assert texts_of(docs) == expected
+    few = dataset_documents(dataset_folder, None, "train", "content", streaming=streaming, max_documents=4)
+    assert texts_of(few) == expected[:4]
+    orders = [[text for _, text in docs.epoch(epoch)] for epoch in (0, 1, 0)]
+    assert orders[0] == orders[2] and sorted(orders[0]) == sorted(orders[1]) == sorted(expected)
+    assert (orders[0] != orders[1]) == streaming  # loaded rows are shuffled once they are packed
+
+
+def test_a_dataset_that_is_not_there(dataset_folder, tmp_path):
+    with pytest.raises(ValueError, match="--dataset .*nowhere: split 'train' cannot be loaded"):
+        dataset_documents(str(tmp_path / "nowhere"), None, "train", "text")
+    with pytest.raises(ValueError, match="--dataset .*: split 'dev' cannot be loaded: Unknown split"):
+        dataset_documents(dataset_folder, None, "dev", "content")
+    with pytest.raises(ValueError, match="no column 'text'; it has 'content'"):
+        texts_of(dataset_documents(dataset_folder, None, "train", "text"))
+
+
+def test_load_corpus_takes_the_datasets_own_validation_split(dataset_folder):
+    corpus = load_corpus(DataArguments(dataset=dataset_folder, text_column="content"), seed=0)
+    assert len(texts_of(corpus.train)) == 30
+    assert texts_of(corpus.validation) == ["validation 0", "validation 1", "validation 2"]
+    args = DataArguments(dataset=dataset_folder, text_column="content", validation_split="train")
+    assert texts_of(load_corpus(args, seed=0).validation)[0] == "train 0"
+    args = DataArguments(dataset=dataset_folder, text_column="content", validation_share=0)
+    assert load_corpus(args, seed=0).validation is None
+
+
+def test_load_corpus_from_files(tmp_path):
+    write_files(tmp_path)
+    args = DataArguments(data_files=[str(tmp_path / "a.txt")], validation_files=[str(tmp_path / "h.parquet")])
+    corpus = load_corpus(args, seed=0)
+    assert texts_of(corpus.train) == ["plain\r\ntext é\n"]
+    assert texts_of(corpus.validation) == ["pq 1", "pq 2", "pq 3"]
+    args.max_validation_documents = 2
+    assert texts_of(load_corpus(args, seed=0).validation) == ["pq 1", "pq 2"]
+
+
+def test_an_empty_corpus(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "empty.jsonl").write_text("")
+    args = DataArguments(data_files=[str(tmp_path / "empty.*")])
+    with pytest.raises(ValueError, match="the corpus is empty: 2 files holds no text"):
+        load_corpus(args, seed=0)

@@ -1,0 +1,140 @@
+import json
+import os
+import shutil
+
+import pytest
+
+from hf_recurrent.training.folder import ARGUMENTS, RunFolder, write_whole
+
+
+def tree(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder with a model and a checkpoint in it."""
+    folder = RunFolder(str(tmp_path / "run"))
+    folder.open("seed: 1\n")
+    save(folder, "first")
+    checkpoint(folder, 5)
+    return folder
+
+
+def save(folder, content):
+    with folder.publish() as temporary:
+        (temporary / "config.json").write_text(content)
+        (temporary / "model.safetensors").write_text(content)
+
+
+def checkpoint(folder, step, keep=2):
+    temporary = folder.unfinished_checkpoint(step)
+    temporary.mkdir(parents=True)
+    (temporary / "state.json").write_text(str(step))
+    folder.finish_checkpoint(step, keep)
+
+
+def test_a_failing_save_leaves_the_earlier_files(run):
+    before = tree(run.path)
+    with pytest.raises(OSError, match="cannot save .*run: no space .*MiB are free on that disk.; what was saved before is untouched"):
+        with run.publish() as temporary:
+            (temporary / "config.json").write_text("second")
+            raise RuntimeError("no space\nat line 3")
+    assert tree(run.path) == before
+    (run.path / ".unfinished-x.txt").mkdir()  # in the way of the temporary file
+    with pytest.raises(OSError, match="cannot save .*x.txt"):
+        write_whole(run.path / "x.txt", "content")
+    (run.path / ".unfinished-x.txt").rmdir()
+    assert tree(run.path) == before
+
+
+def test_a_full_disk(run):
+    (run.path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="cannot save .*No space left on device"):
+        with run.publish() as temporary:
+            shutil.copyfile(run.path / ARGUMENTS, temporary / "config.json")
+            os.write(os.open(run.path / "full", os.O_WRONLY), b"weights")
+    assert (run.path / "config.json").read_text() == "first"
+    assert not list(run.path.glob(".unfinished*"))
+
+
+def test_checkpoints_are_rotated(run):
+    for step in (10, 15, 20):
+        checkpoint(run, step)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000015", "step-00000020"]
+    assert run.newest_checkpoint() == run.checkpoint(20)
+
+
+def test_an_unfinished_checkpoint_does_not_count(run):
+    run.unfinished_checkpoint(9).mkdir()
+    (run.path / ".unfinished-model").mkdir()
+    assert run.newest_checkpoint() == run.checkpoint(5)
+    run.reopen(5)
+    assert not list(run.path.rglob(".unfinished*"))
+
+
+def test_going_on_forgets_later_metrics(run):
+    for step in (4, 5, 6):
+        run.log({"step": step})
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')  # killed while writing
+    run.reopen(5)
+    assert run.metrics() == [{"step": 4}, {"step": 5}]
+    assert (run.path / "metrics.jsonl").read_text().splitlines() == [json.dumps({"step": s}) for s in (4, 5)]
+
+
+def test_folders_that_are_refused(run, tmp_path):
+    with pytest.raises(FileExistsError, match="holds an earlier run: continue it by --resume, replace it by --over"):
+        run.check(overwrite=False, resume=False)
+    run.check(overwrite=True, resume=False)
+    run.check(overwrite=False, resume=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    RunFolder(str(other)).check(overwrite=False, resume=False)  # empty
+    with pytest.raises(FileNotFoundError, match="--resume: there is no checkpoint in .*other"):
+        RunFolder(str(other)).check(overwrite=False, resume=True)
+    (other / "thesis.txt").write_text("precious")
+    with pytest.raises(FileExistsError, match="other: not empty, and not written by hf-recurrent train"):
+        RunFolder(str(other)).check(overwrite=True, resume=False)
+    with pytest.raises(FileExistsError, match="thesis.txt: a file of that name is in the way"):
+        RunFolder(str(other / "thesis.txt")).check(overwrite=True, resume=False)
+    with pytest.raises(OSError, match="thesis.txt/deeper: cannot be written to: Not a directory"):
+        RunFolder(str(other / "thesis.txt" / "deeper")).check(overwrite=False, resume=False)
+    assert [path.name for path in other.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc, whose folders nobody can write to")
+def test_a_read_only_folder():
+    with pytest.raises(OSError, match="--output-dir /proc/self/run: cannot be written to"):
+        RunFolder("/proc/self/run").check(overwrite=False, resume=False)
+
+
+def test_checking_leaves_nothing_behind(tmp_path):
+    RunFolder(str(tmp_path / "a" / "b")).check(overwrite=False, resume=False)
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_replaced_stays_until_something_is_saved(run, tmp_path):
+    before = tree(run.path)
+    new = RunFolder(str(run.path))
+    new.open("seed: 2\n")
+    new.log({"step": 0})
+    [aside] = [path for path in tmp_path.iterdir() if path != run.path]
+    assert aside.name == "run.previous-1" and tree(aside) == before
+    new.close()  # failed before it saved anything
+    assert tree(run.path) == before and list(tmp_path.iterdir()) == [run.path]
+
+    new.open("seed: 2\n")
+    save(new, "second")
+    new.kept()
+    new.close()
+    assert (run.path / "config.json").read_text() == "second" and list(tmp_path.iterdir()) == [run.path]
+    assert not run.checkpoints.exists()
+
+
+def test_a_run_that_saved_nothing_leaves_nothing(tmp_path):
+    folder = RunFolder(str(tmp_path / "run"))
+    folder.open("seed: 1\n")
+    folder.log({"step": 0})
+    folder.close()
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,473 @@
+"""Real training, of a model small enough for a second."""
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_recurrent  # noqa: F401  (registers the families)
+from hf_recurrent import cli
+from hf_recurrent.training import arguments
+from hf_recurrent.training.data import IGNORED
+from hf_recurrent.training.loop import Run
+from hf_recurrent.training.optimizer import learning_rate_ratio, parameter_groups
+from hf_recurrent.training.tokenizer import train_bpe
+
+TINY = "--hidden-size 16 --num-hidden-layers 2 --sequence-length 32 --batch-size 4 --log-steps 1 --eval-rows 4".split()
+TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n\n" for n in range(120))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture
+def train(text, tmp_path):
+    """Train by the command line. Returns the exit status, the output folder, and its metrics."""
+
+    def run(*flags, name="run", status=0):
+        folder = tmp_path / name
+        argv = ["train", *TINY, "--output-dir", str(folder)]
+        if not {"--data-files", "--dataset"} & set(flags):
+            argv += ["--data-files", text, "--tokenizer", "bytes"]
+        assert cli.main([*argv, *map(str, flags)]) == status
+        return folder
+
+    return run
+
+
+def metrics(folder, name):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- a whole run -----------------------------------------------------------------------------------------------------
+
+
+def test_the_default_corpus_from_end_to_end(tmp_path, capsys):
+    folder = tmp_path / "run"
+    flags = "--max-documents 12 --vocab-size 400 --max-steps 6 --eval-steps 3".split()
+    assert cli.main(["train", *TINY, *flags, "--output-dir", str(folder)]) == 0
+    out = capsys.readouterr().out
+    for phrase in (
+        "Python's standard library",
+        "bits per byte",
+        "unigram over the same tokens",
+        "gzip -9",
+        str(folder),
+    ):
+        assert phrase in out
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "loss.png",
+        "metrics.jsonl",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "train.yaml",
+    }
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 3, 6]
+    assert set(lines[1]) == {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "elapsed"}
+    assert lines[1]["tokens"] == 4 * 32
+    assert abs(lines[0]["validation_loss"] - math.log(400)) < 0.2 and lines[-1]["validation_loss"] < math.log(400)
+    assert lines[-1]["validation_perplexity"] == math.exp(lines[-1]["validation_loss"])
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.model_type == "mingru" and model.config.vocab_size == len(tokenizer) == 400
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    ids = tokenizer("def ", return_tensors="pt")
+    assert model.generate(**ids, max_new_tokens=3).shape[1] <= ids["input_ids"].shape[1] + 3
+
+
+def test_bits_per_byte_by_hand(train):
+    folder = train("--max-steps", 3)
+    tail = TEXT[int(len(TEXT) * 0.95) :].encode()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = [256, *tail, 256]
+    nats = 0.0
+    for start in range(0, len(tokens) - 1, 31):  # rows share one token
+        row = torch.tensor([tokens[start : start + 32]])
+        with torch.no_grad():
+            log_p = model(row).logits[0].log_softmax(-1)
+        nats -= log_p[:-1].gather(1, row[0, 1:, None]).sum().item()
+    expected = nats / math.log(2) / len(tail)
+    assert metrics(folder, "validation_bits_per_byte")[-1] == pytest.approx(expected, rel=1e-6)
+    assert metrics(folder, "validation_loss")[-1] == pytest.approx(nats / (len(tail) + 1), rel=1e-6)
+
+
+def test_the_same_seed_gives_the_same_run(train):
+    flags = ["--max-steps", 8, "--hidden-dropout", 0.1]
+    first, second, other = train(*flags), train(*flags, name="again"), train(*flags, "--seed", 1, name="other")
+    assert metrics(first, "loss") == metrics(second, "loss") != metrics(other, "loss")
+    assert same(weights(first), weights(second))
+
+
+def test_what_was_saved_repeats_the_run(train, tmp_path):
+    folder = train("--max-steps", 3, "--learning-rate", "1e-2")
+    again = tmp_path / "again"
+    assert cli.main(["train", str(folder / "train.yaml"), "--output-dir", str(again)]) == 0
+    assert same(weights(folder), weights(again))
+
+
+def test_training_learns(train):
+    folder = train("--max-steps", 60, "--learning-rate", "2e-2")
+    assert metrics(folder, "validation_bits_per_byte")[-1] < 3 < metrics(folder, "validation_bits_per_byte")[0]
+
+
+def test_accumulation_equals_a_larger_batch(train, text, tmp_path):
+    # Documents of different lengths, so that rows have different numbers of targets.
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"text": "x" * (n % 23) + "y"}) + "\n" for n in range(200)))
+    common = ["--data-files", lines, "--tokenizer", "bytes", "--max-steps", 5]
+    large = train(*common, "--batch-size", 8, name="large")
+    small = train(*common, "--batch-size", 2, "--gradient-accumulation-steps", 4, name="small")
+    assert metrics(small, "loss") == pytest.approx(metrics(large, "loss"), rel=1e-6)
+    assert metrics(small, "grad_norm") == pytest.approx(metrics(large, "grad_norm"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [
+        (["--gradient-checkpointing"], 1e-6),
+        (["--mixed-precision", "bf16"], 0.02),
+        (["--mixed-precision", "no"], 0),
+    ],
+)
+def test_ways_to_compute_the_same(train, flags, tolerance):
+    plain = train("--max-steps", 4)
+    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the precision for the whole process
+    other = train("--max-steps", 4, *flags, name="other")
+    assert metrics(other, "loss") == pytest.approx(metrics(plain, "loss"), rel=tolerance)
+    assert all(weight.dtype == torch.float32 for weight in weights(other).values())
+
+
+def test_tied_embeddings_and_other_overrides(train):
+    overrides = "tie_word_embeddings=true,candidate=vanilla,norm_eps=1e-5"
+    folder = train("--max-steps", 4, "--config-overrides", overrides, "--save-steps", 2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert (model.config.candidate, model.config.norm_eps) == ("vanilla", 1e-5)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    before = weights(folder)
+    assert same(
+        weights(train("--max-steps", 4, "--config-overrides", overrides, "--save-steps", 2, "--resume")), before
+    )
+
+
+def test_budgets(train):
+    rows = (int(len(TEXT) * 0.95) + 1) // 31  # the bytes and two ends, in rows that share one token
+    folder = train("--num-epochs", 0.5)
+    assert metrics(folder, "step")[-1] == math.ceil(rows / 2 / 4)
+    folder = train("--num-epochs", 0.5, "--max-steps", 2, name="steps")
+    assert metrics(folder, "step")[-1] == 2
+    folder = train("--max-minutes", 0.01, name="minutes")
+    assert 0.6 <= metrics(folder, "elapsed")[-1] < 10
+    assert metrics(folder, "lr")[-1] < max(metrics(folder, "lr"))
+
+
+def test_no_validation(train):
+    folder = train("--max-steps", 2, "--validation-share", 0)
+    assert metrics(folder, "loss") and not metrics(folder, "validation_loss")
+    assert (folder / "loss.png").exists()
+
+
+def test_continuing_from_a_model(train):
+    first = train("--max-steps", 20, "--learning-rate", "1e-2")
+    folder, tokenizer = first.parent / "second", AutoTokenizer.from_pretrained(first)
+    data = str(first.parent / "text.txt")
+    flags = ["--model", str(first), "--data-files", data, "--output-dir", str(folder), "--max-steps", "1"]
+    tiny = TINY[4:]  # without the new model's size
+    assert cli.main(["train", *tiny, *flags]) == 0
+    assert metrics(folder, "validation_loss")[0] < metrics(first, "validation_loss")[0] - 0.5
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_streamed_dataset(train, tmp_path):
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    lines = "".join(json.dumps({"content": f"def f{n}(x):\n    return x + {n * n}\n"}) + "\n" for n in range(300))
+    (folder / "train.jsonl").write_text(lines)
+    flags = ["--dataset", folder, "--text-column", "content", "--max-steps", 6, "--save-steps", 3]
+    streamed = train(*flags, "--vocab-size", 300, "--streaming", "--save-steps", 3)
+    loaded = train(*flags, "--vocab-size", 300, name="loaded")
+    assert len(metrics(streamed, "loss")) == len(metrics(loaded, "loss")) == 6
+    assert (
+        metrics(streamed, "validation_loss")[0] == metrics(loaded, "validation_loss")[0]
+    )  # the same held-out documents
+    before = weights(streamed)
+    assert same(weights(train(*flags, "--vocab-size", 300, "--streaming", "--resume")), before)
+
+
+# ---- the parts -------------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_groups():
+    config = hf_recurrent.MinGRUConfig(hidden_size=8, num_hidden_layers=1, vocab_size=11, use_bias=True)
+    model = AutoModelForCausalLM.from_config(config)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    matrices, vectors = parameter_groups(model, 0.3)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    grouped = [{names[id(parameter)] for parameter in group["params"]} for group in (matrices, vectors)]
+    assert not grouped[0] & grouped[1] and len(grouped[0] | grouped[1]) == len(names) - 1
+    assert all(name.endswith(("norm.weight", ".bias")) for name in grouped[1])
+    assert not any(name.endswith(("norm.weight", ".bias")) for name in grouped[0])
+
+
+def test_learning_rate_ratio():
+    assert learning_rate_ratio(0.0, 0.25, 0.1) == 0.25
+    assert learning_rate_ratio(0.5, 3.0, 0.0) == pytest.approx(0.5)
+    assert learning_rate_ratio(1.0, 3.0, 0.1) == pytest.approx(0.1)
+    assert learning_rate_ratio(1.2, 3.0, 0.1) == pytest.approx(0.1)
+    assert learning_rate_ratio(0.7, 3.0, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("warmup", [0, 0.25, 2])
+def test_the_learning_rates_course(train, warmup):
+    rates = metrics(train("--max-steps", 8, "--warmup-steps", warmup, "--learning-rate", 1.0), "lr")
+    expected = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(1, 9)]
+    if warmup:
+        expected[0] *= 0.5
+    assert rates == pytest.approx(expected, rel=1e-12)
+
+
+def test_rows_do_not_see_other_documents(train, text, tmp_path):
+    """The loss of packed documents is that of each alone."""
+    lines = tmp_path / "lines.jsonl"
+    texts = [f"{n}" * (1 + n % 7) for n in range(40)]
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    folder = str(tmp_path / "run")
+    flags = ["--data-files", text, "--tokenizer", "bytes", "--output-dir", folder, "--validation-files", str(lines)]
+    run = Run(*arguments.parse([*TINY, *flags, "--sequence-length", "500"]))
+    run.model.eval()
+    nats = count = 0
+    with torch.no_grad():
+        for document in texts:
+            ids = torch.tensor([[256, *document.encode(), 256]])
+            nats += run.model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+            count += ids.shape[1] - 1
+    rows = run.validation.rows["labels"]
+    assert len(rows) == 1 and (rows != IGNORED).sum() == count
+    assert run.evaluate(torch.arange(1).numpy()) == pytest.approx(nats / count, rel=1e-6)
+
+
+# ---- interruptions ---------------------------------------------------------------------------------------------------
+
+RESUMABLE = ["--hidden-dropout", 0.1, "--save-steps", 5, "--log-steps", 4, "--eval-steps", 7]
+
+
+def test_resuming_equals_not_stopping(train, monkeypatch):
+    whole = train(*RESUMABLE, "--max-steps", 12)
+    step = Run._step
+    with monkeypatch.context() as patch:
+
+        def until_8(run):
+            if run.state.step == 8:
+                raise OSError("out of luck")
+            return step(run)
+
+        patch.setattr(Run, "_step", until_8)
+        train(*RESUMABLE, "--max-steps", 12, name="stopped", status=2)
+    stopped = train(*RESUMABLE, "--max-steps", 12, "--resume", name="stopped")
+    for name in ("step", "loss", "grad_norm", "lr", "validation_loss"):
+        assert metrics(stopped, name) == metrics(whole, name)
+    assert same(weights(stopped), weights(whole))
+
+
+def test_ctrl_c_saves_and_going_on_equals_not_stopping(train, monkeypatch, capsys):
+    whole = train(*RESUMABLE, "--max-steps", 12)
+    step = Run._step
+
+    def interrupted_at_7(run):
+        if run.state.step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(run)
+
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_step", interrupted_at_7)
+        folder = train(*RESUMABLE, "--max-steps", 12, name="stopped", status=130)
+    captured = capsys.readouterr()
+    assert f"stopped after step 7; the model is saved in {folder}" in captured.out
+    assert f"hf-recurrent train {folder / 'train.yaml'} --resume" in captured.out
+    assert "stopping after this step" in captured.err
+    assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 16
+    assert cli.main(["train", str(folder / "train.yaml"), "--resume"]) == 0
+    for name in ("step", "loss", "grad_norm", "lr", "validation_loss"):
+        assert metrics(folder, name) == metrics(whole, name)
+    assert same(weights(folder), weights(whole))
+
+
+def start(tmp_path, *flags, **more):
+    """`hf-recurrent train` in a process of its own."""
+    command = [sys.executable, "-m", "hf_recurrent", "train", *TINY, "--output-dir", "run", *map(str, flags)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
+    return subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, **more)
+
+
+def test_ctrl_c_in_a_process_of_its_own(tmp_path, text):
+    flags = ["--data-files", text, "--tokenizer", "bytes", "--max-steps", 100_000]
+    with start(tmp_path, *flags, stdout=subprocess.PIPE) as process:
+        folder = tmp_path / "run"
+        while process.poll() is None and not (folder / "metrics.jsonl").exists():
+            pass
+        while process.poll() is None and len(metrics(folder, "loss")) < 3:
+            pass
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "the model is saved in run" in out and "Traceback" not in err
+    assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 16
+    assert len(list((folder / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize("limit", [60_000, 8_000])  # bytes that a file may have: the checkpoint fits, or not even that
+def test_a_disk_that_fills_up(tmp_path, text, train, limit):
+    earlier = train("--max-steps", 2)
+    before = {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
+    flags = ["--data-files", text, "--tokenizer", "bytes", "--max-steps", 4, "--save-steps", 2, "--overwrite"]
+    flags += ["--hidden-size", 64]
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    with start(tmp_path, *flags, preexec_fn=limited) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 2, err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("hf-recurrent: error: cannot save run") and "what was saved before is untouched" in last
+    assert "Traceback" not in err
+    assert {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "text.txt"}
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def failure(argv, capsys):
+    """The line that a refused command line leaves."""
+    assert cli.main(["train", *TINY, *map(str, argv)]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("hf-recurrent: error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokenizer", "bytes", "--sequence-length", 10_000], "the corpus is shorter than one row: 3862 tokens"),
+        (["--vocab-size", 100], "--vocab-size 100 is smaller than the byte alphabet"),
+        (["--model-type", "mingrru"], "--model-type mingrru: no such family; the nearest valid one is mingru"),
+        (["--model-type", "llama"], "--model-type llama: no such family"),
+        (["--hidden-size", 0], "'hidden_size'"),
+        (["--expansion", 1.01], "expansion * hidden_size must be a whole number"),
+        (
+            ["--config-overrides", "candidat=vanilla"],
+            "candidat is not a field of MinGRUConfig; the nearest valid one is c",
+        ),
+        (["--config-overrides", "candidate=log"], "candidate"),
+        (["--config-overrides", "hidden_size=8"], "hidden_size is also given as a flag"),
+        (["--config-overrides", "vocab_size=8"], "vocab_size is the tokenizer's to give"),
+        (["--config-overrides", "candidate"], "expected key=value,key=value, got 'candidate'"),
+        (["--mixed-precision", "fp16", "--cpu"], "fp16"),
+        (["--model", "nowhere/at/all"], "--model"),
+        (["--learning-rate", "1e30", "--max-steps", 50, "--max-grad-norm", 0, "--warmup-steps", 0], "the loss is"),
+    ],
+)
+def test_what_is_refused(flags, message, text, tmp_path, capsys):
+    if "--model" in flags:
+        flags = [*flags, "--tokenizer", "bytes"]
+    out = tmp_path / "out"
+    argv = ["--data-files", text, "--output-dir", out, *flags]
+    if "--model" in flags:
+        assert cli.main(["train", *TINY[4:], *map(str, argv)]) == 2
+        line = capsys.readouterr().err
+    else:
+        line = failure(argv, capsys)
+    assert message in line
+    assert not out.exists()
+
+
+def test_a_model_of_another_type(text, tmp_path, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    common = ["train", *TINY[4:], "--data-files", text, "--model", str(other), "--output-dir", str(tmp_path / "out")]
+    assert cli.main(common) == 2
+    assert "the folder has no config.json" in capsys.readouterr().err
+    (other / "config.json").write_text('{"model_type": "gpt2"}')
+    assert cli.main([*common, "--tokenizer", "bytes"]) == 2
+    assert "is of type 'gpt2'; this package knows mingru" in capsys.readouterr().err
+    (other / "config.json").write_text('{"model_type": "mingru"}')
+    (other / "model.safetensors").write_bytes(b"broken")
+    assert cli.main([*common, "--tokenizer", "bytes"]) == 2
+    assert f"--model {other}: its weights cannot be loaded" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_does_not_fit_the_model(train, text, tmp_path, capsys):
+    small = train("--max-steps", 1)
+    large = tmp_path / "large"
+    train_bpe([TEXT], 300).save_pretrained(large)
+    argv = ["--model", small, "--data-files", text, "--tokenizer", large, "--output-dir", tmp_path / "out"]
+    assert cli.main(["train", *TINY[4:], *map(str, argv)]) == 2
+    message = "the tokenizer does not fit the model: it has 300 tokens, the model's vocabulary has 257"
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_the_checkpoints(train, text, tmp_path, capsys):
+    train("--max-steps", 4, "--save-steps", 2)
+    capsys.readouterr()
+    train("--max-steps", 4, "--save-steps", 2, "--resume", "--learning-rate", 1.0, status=2)
+    line = capsys.readouterr().err
+    assert "step-00000002 was written with --learning-rate 0.002, now it is 1.0" in line
+    [broken] = (tmp_path / "run" / "checkpoints").glob("step-*/optimizer.bin")
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:100])
+    train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
+    assert "step-00000002 cannot be read: " in capsys.readouterr().err
+    broken.write_bytes(whole)
+    Path(text).write_text(TEXT.upper())
+    train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
+    assert "the corpus or its tokens have changed since" in capsys.readouterr().err
+    train("--max-steps", 4, status=2)
+    assert "holds an earlier run: continue it by --resume" in capsys.readouterr().err
+
+
+def test_a_stream_has_no_epochs(tmp_path, capsys):
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "train.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    argv = ["--dataset", tmp_path / "dataset", "--streaming", "--tokenizer", "bytes", "--output-dir", tmp_path / "out"]
+    assert "with --streaming give --max-steps or --max-minutes" in failure(argv, capsys)
+
+
+def test_a_compiler_that_is_missing(tmp_path, text, monkeypatch):
+    flags = ["--data-files", text, "--tokenizer", "bytes", "--max-steps", 1, "--compile"]
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with start(tmp_path, *flags) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "hf-recurrent: error: --compile: torch.compile does not work here" in err and "Traceback" not in err
+    assert not (tmp_path / "run").exists()
