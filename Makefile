@@ -21,7 +21,7 @@ help:  ## show this list
 	@echo "Variables: PYTHON=$(PYTHON) makes the environment in VENV=$(VENV)."
 
 demo: $(RUN)  ## train a minGRU on Python's own source files (about three minutes), then print a sample
-	$(BIN)/hf-recurrent train examples/demo.yaml
+	$(BIN)/hf-recurrent train examples/demo.yaml --overwrite
 	$(BIN)/hf-recurrent generate --model runs/demo --prompt "def " --max-new-tokens 200
 
 test: $(DEV)  ## run the tests
@@ -57,5 +57,5 @@ $(RUN): $(VENV)/.made pyproject.toml constraints.txt
 
 $(DEV): $(VENV)/.made pyproject.toml constraints.txt
 	@echo "Installing hf_recurrent and what its tests need (PyTorch is the large part; minutes the first time)"
-	@$(PIP_INSTALL) --editable ".[dev]"
+	@$(PIP_INSTALL) --editable ".[cuda,dev]"
 	@touch $(RUN) $@
