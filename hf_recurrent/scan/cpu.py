@@ -18,7 +18,8 @@ from .kernel_cache import BackendUnavailable, cached_file, source_identity
 from .reference import STATE_DTYPES
 
 TORCH = Path(torch.__file__).parent
-CELLS = {"linear": 0, "mingru_vanilla": 1, "mingru_positive": 2}
+CELLS = {"linear": 0, "mingru_vanilla": 1, "mingru_positive": 2, "minlstm_vanilla": 3, "minlstm_positive": 4}
+MAX_INPUTS = 3
 TYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -44,12 +45,12 @@ class _Problem(ctypes.Structure):
         ("threads", ctypes.c_int64),
         ("sum_first", ctypes.c_int64),
         ("flags", ctypes.c_void_p),
-        ("inputs", _Tensor * 2),
+        ("inputs", _Tensor * MAX_INPUTS),
         ("h", _Tensor),
         ("grad_h", _Tensor),
         ("initial", ctypes.c_void_p),
         ("state", ctypes.c_void_p),
-        ("grad_inputs", ctypes.c_void_p * 2),
+        ("grad_inputs", ctypes.c_void_p * MAX_INPUTS),
     ]
 
 
@@ -153,7 +154,7 @@ def _run(cell: str, backwards: bool, inputs: list[Tensor], h: Tensor, state: Ten
     problem = _Problem(
         *h.shape,
         threads=max(1, min(torch.get_num_threads(), h.numel() // ELEMENTS_PER_THREAD)),
-        inputs=(_Tensor * 2)(*(_describe(x, h.shape) for x in inputs)),
+        inputs=(_Tensor * MAX_INPUTS)(*(_describe(x, h.shape) for x in inputs)),
         h=_describe(h),
         state=state.data_ptr(),
         **fields,
@@ -208,6 +209,6 @@ def backward(
             sum_first=sum_first,
             grad_h=_describe(grad_h),
             initial=_pointer(initial),
-            grad_inputs=(ctypes.c_void_p * 2)(*(g.data_ptr() for g in grads)),
+            grad_inputs=(ctypes.c_void_p * MAX_INPUTS)(*(g.data_ptr() for g in grads)),
         )
     return [g.sum_to_size(x.shape).to(x.dtype) for g, x in zip(grads, inputs, strict=True)], state

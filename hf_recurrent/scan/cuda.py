@@ -16,6 +16,8 @@ CELLS = {
     "linear": "LinearCell<State>",
     "mingru_vanilla": "MinGRUCell<State, false>",
     "mingru_positive": "MinGRUCell<State, true>",
+    "minlstm_vanilla": "MinLSTMCell<State, false>",
+    "minlstm_positive": "MinLSTMCell<State, true>",
 }
 TYPES = {
     torch.float32: "float",
@@ -25,6 +27,7 @@ TYPES = {
     torch.complex64: "Complex<float>",
     torch.complex128: "Complex<double>",
 }
+MAX_INPUTS = 3
 THREADS = 128
 MAX_GRID_Y = 65535
 
@@ -115,10 +118,11 @@ def _launch(kernel, h: Tensor, *arguments: int) -> None:
     launch(_CurrentStream(), config, kernel, *h.shape, *arguments)
 
 
-def launch_arguments(inputs: list[Tensor], shape: torch.Size, flags: Tensor | None, reverse: bool) -> list[int]:
+def _shared_arguments(inputs: list[Tensor], shape: torch.Size, flags: Tensor | None, reverse: bool) -> list[int]:
     """The arguments that both kernels share, after the shape: integers of 64 bits, pointers among them."""
     described = [part for x in inputs for part in (x.data_ptr(), *x.expand(shape).stride())]
-    return [int(reverse), 0 if flags is None else flags.data_ptr(), *described]
+    absent = [0] * 4 * (MAX_INPUTS - len(inputs))
+    return [int(reverse), 0 if flags is None else flags.data_ptr(), *described, *absent]
 
 
 def forward(
@@ -134,7 +138,7 @@ def forward(
     if h.numel():
         with torch.cuda.device(h.device):
             kernel, _ = _kernels(cell, h.dtype, h.device.index)
-            arguments = launch_arguments(inputs, h.shape, flags, reverse)
+            arguments = _shared_arguments(inputs, h.shape, flags, reverse)
             _launch(kernel, h, *arguments, h.data_ptr(), state.data_ptr())
     return h, state
 
@@ -163,14 +167,15 @@ def backward(
             _launch(
                 kernel,
                 h,
-                *launch_arguments(inputs, h.shape, flags, reverse),
+                *_shared_arguments(inputs, h.shape, flags, reverse),
                 h.data_ptr(),
                 grad_h.data_ptr(),
                 *grad_h.stride(),
                 0 if initial is None else initial.data_ptr(),
                 state.data_ptr(),
-                0 if sum_first else grads[0].data_ptr(),
-                grads[1].data_ptr(),
                 grads[0].data_ptr() if sum_first else 0,
+                0 if sum_first else grads[0].data_ptr(),
+                *(g.data_ptr() for g in grads[1:]),
+                *[0] * (MAX_INPUTS - len(grads)),
             )
     return [g.sum_to_size(x.shape).to(x.dtype) for g, x in zip(grads, inputs, strict=True)], state

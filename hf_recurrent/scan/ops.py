@@ -33,17 +33,34 @@ def _linear(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a, b
 
 
+def _in_state_dtype(*inputs: Tensor) -> list[Tensor]:
+    """As in the kernels, which compute with what the state is carried in."""
+    dtype = STATE_DTYPES[functools.reduce(torch.promote_types, (x.dtype for x in inputs))]
+    return [x.to(dtype) for x in inputs]
+
+
+def _candidate(hidden: Tensor, positive: bool) -> Tensor:
+    return torch.where(hidden >= 0, hidden + 0.5, torch.sigmoid(hidden)) if positive else hidden
+
+
 def _mingru(hidden: Tensor, gate: Tensor, positive: bool) -> tuple[Tensor, Tensor]:
-    # In the state's dtype, as in the kernels: sigma(-gate) is 1 - z without the cancellation.
-    dtype = STATE_DTYPES[torch.promote_types(hidden.dtype, gate.dtype)]
-    hidden, gate = hidden.to(dtype), gate.to(dtype)
-    candidate = torch.where(hidden >= 0, hidden + 0.5, torch.sigmoid(hidden)) if positive else hidden
-    return torch.sigmoid(-gate), torch.sigmoid(gate) * candidate
+    hidden, gate = _in_state_dtype(hidden, gate)
+    # sigma(-gate) is 1 - z without the cancellation.
+    return torch.sigmoid(-gate), torch.sigmoid(gate) * _candidate(hidden, positive)
+
+
+def _minlstm(hidden: Tensor, forget: Tensor, input: Tensor, positive: bool) -> tuple[Tensor, Tensor]:
+    hidden, forget, input = _in_state_dtype(hidden, forget, input)
+    # f / (f + i) as a logistic function of log f - log i, so that two shut gates keep their proportion.
+    difference = torch.nn.functional.logsigmoid(forget) - torch.nn.functional.logsigmoid(input)
+    return torch.sigmoid(difference), torch.sigmoid(-difference) * _candidate(hidden, positive)
 
 
 LINEAR = Cell("linear", _linear)
 MINGRU_VANILLA = Cell("mingru_vanilla", functools.partial(_mingru, positive=False))
 MINGRU_POSITIVE = Cell("mingru_positive", functools.partial(_mingru, positive=True))
+MINLSTM_VANILLA = Cell("minlstm_vanilla", functools.partial(_minlstm, positive=False))
+MINLSTM_POSITIVE = Cell("minlstm_positive", functools.partial(_minlstm, positive=True))
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -342,10 +359,48 @@ def mingru_scan(
     Raises:
         What `linear_scan` raises; TypeError for complex inputs.
     """
-    for name, x in (("hidden", hidden), ("gate", gate)):
-        if isinstance(x, Tensor) and x.is_complex():
-            raise TypeError(f"{name} must be real, got {x.dtype}")
-    if hidden.shape != gate.shape:
-        raise ValueError(f"hidden and gate must have one shape, got {tuple(hidden.shape)} and {tuple(gate.shape)}")
+    _check_real_and_alike(hidden=hidden, gate=gate)
     cell = MINGRU_POSITIVE if positive else MINGRU_VANILLA
     return scan(cell, {"hidden": hidden, "gate": gate}, initial_state, mask, reset, reverse, backend)
+
+
+def minlstm_scan(
+    hidden: Tensor,
+    forget: Tensor,
+    input: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    positive: bool = False,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    reverse: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The minLSTM cell, fused with its recurrence: h_t = f' h_{t-1} + i' c_t with the gates f = sigmoid(forget) and
+    i = sigmoid(input) normalised to f' = f / (f + i), i' = i / (f + i) (arXiv 2410.01201, section 3.2).
+
+    Args:
+        hidden: pre-activation of the candidate c, (B, L, D), as for `mingru_scan`.
+        forget, input: pre-activations of the two gates, (B, L, D).
+        positive, initial_state, mask, reset, reverse, backend: as for `mingru_scan`.
+
+    Returns:
+        h, (B, L, D), and final_state, (B, D), as `linear_scan` does.
+
+    Raises:
+        What `mingru_scan` raises.
+    """
+    _check_real_and_alike(hidden=hidden, forget=forget, input=input)
+    cell = MINLSTM_POSITIVE if positive else MINLSTM_VANILLA
+    inputs = {"hidden": hidden, "forget": forget, "input": input}
+    return scan(cell, inputs, initial_state, mask, reset, reverse, backend)
+
+
+def _check_real_and_alike(**inputs: Tensor) -> None:
+    for name, x in inputs.items():
+        if isinstance(x, Tensor) and x.is_complex():
+            raise TypeError(f"{name} must be real, got {x.dtype}")
+    shapes = [tuple(x.shape) for x in inputs.values()]
+    if len(set(shapes)) > 1:
+        *names, last = inputs
+        raise ValueError(f"{', '.join(names)} and {last} must have one shape, got {', '.join(map(str, shapes))}")

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_recurrent.scan import linear_scan, mingru_scan
+from hf_recurrent.scan import linear_scan, mingru_scan, minlstm_scan
 
 # Largest error of an element, as a fraction of the largest element of the tensor, against the float64 loop on the same
 # inputs. For 16-bit types this is one rounding of the result (2^-9, 2^-12) and, in gradients, that of the saved
@@ -101,3 +101,20 @@ def mingru_vanilla(hidden, gate, initial_state=None, **options):
 
 def mingru_positive(hidden, gate, initial_state=None, **options):
     return mingru_scan(hidden, gate, initial_state, positive=True, **options)
+
+
+def minlstm_vanilla(hidden, forget, input, initial_state=None, **options):
+    return minlstm_scan(hidden, forget, input, initial_state, positive=False, **options)
+
+
+def minlstm_positive(hidden, forget, input, initial_state=None, **options):
+    return minlstm_scan(hidden, forget, input, initial_state, positive=True, **options)
+
+
+# Each fused cell: its name in the kernels, its scan, the number of its inputs.
+CELLS = {
+    "mingru_vanilla": (mingru_vanilla, 2),
+    "mingru_positive": (mingru_positive, 2),
+    "minlstm_vanilla": (minlstm_vanilla, 3),
+    "minlstm_positive": (minlstm_positive, 3),
+}

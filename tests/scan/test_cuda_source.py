@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import coefficients, compare, linear, mask_and_reset, mingru_positive, mingru_vanilla, random
+from oracle import CELLS, coefficients, compare, linear, mask_and_reset, mingru_positive, random
 
 from hf_recurrent.scan import BackendUnavailable, backend_report, cpu, cuda, kernel_cache, linear_scan
 
@@ -101,11 +101,11 @@ def on_the_host(monkeypatch, host_library):
 @pytest.mark.parametrize("cell, dtype", PAIRS, ids=str)
 def test_bodies_against_the_oracle(on_the_host, cell, dtype):
     torch.manual_seed(0)
-    scan = {"linear": linear, "mingru_vanilla": mingru_vanilla, "mingru_positive": mingru_positive}[cell]
+    scan, count = {"linear": (linear, 2), **CELLS}[cell]
     state_dtype = torch.promote_types(dtype, torch.float32)
     for shape in [(1, 1, 1), (3, 2, 33), (4, 37, 70), (1, 200, 33)]:
         first = coefficients if cell == "linear" else random
-        inputs = first(*shape, dtype=dtype), random(*shape, dtype=dtype)
+        inputs = first(*shape, dtype=dtype), *(random(*shape, dtype=dtype) for _ in range(count - 1))
         compare(scan, inputs, None, backend="cpu")
         mask, reset = mask_and_reset(*shape[:2])
         for reverse in (False, True):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from oracle import (
+    CELLS,
     COMPLEX,
     REALS,
     SHAPES,
@@ -12,13 +13,14 @@ from oracle import (
     mask_and_reset,
     mingru_positive,
     mingru_vanilla,
+    minlstm_positive,
+    minlstm_vanilla,
     random,
 )
 
-from hf_recurrent.scan import linear_scan, mingru_scan
+from hf_recurrent.scan import linear_scan, mingru_scan, minlstm_scan
 
 BACKENDS = ["chunked", "cpu"]
-MINGRU = [mingru_vanilla, mingru_positive]
 
 
 @pytest.fixture(autouse=True)
@@ -108,23 +110,25 @@ def test_conjugated_and_expanded_views(backend):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", REALS, ids=str)
-@pytest.mark.parametrize("cell", MINGRU, ids=lambda cell: cell.__name__)
+@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_mingru(backend, cell, dtype, shape):
-    inputs = 3 * random(*shape, dtype=dtype), 3 * random(*shape, dtype=dtype)
+def test_cells(backend, cell, dtype, shape):
+    scan, count = CELLS[cell]
+    inputs = [3 * random(*shape, dtype=dtype) for _ in range(count)]
     state = random(shape[0], shape[2], dtype=torch.promote_types(dtype, torch.float32))
-    compare(cell, inputs, state, backend=backend)
+    compare(scan, inputs, state, backend=backend)
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cell", MINGRU, ids=lambda cell: cell.__name__)
+@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_mingru_options(backend, cell, dtype, reverse):
+def test_cell_options(backend, cell, dtype, reverse):
+    scan, count = CELLS[cell]
     mask, reset = mask_and_reset(4, 37)
-    inputs = random(4, 37, 33, dtype=dtype), random(4, 37, 33, dtype=dtype)
+    inputs = [random(4, 37, 33, dtype=dtype) for _ in range(count)]
     state = random(4, 33, dtype=torch.float32)
-    compare(cell, inputs, state, backend=backend, mask=mask, reset=reset, reverse=reverse)
+    compare(scan, inputs, state, backend=backend, mask=mask, reset=reset, reverse=reverse)
 
 
 @pytest.mark.parametrize("positive", [False, True])
@@ -141,6 +145,19 @@ def test_mingru_at_extreme_gates(positive):
     assert nan.isnan().all()
 
 
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_minlstm_at_extreme_gates(backend, positive):
+    """Gates far beyond what their logistic functions can hold still stand in proportion."""
+    extremes = torch.tensor([-300.0, -100.0, -90.0, -80.0, -1.0, 0.0, 80.0, 100.0, 300.0])
+    forget, input = (
+        x.flatten().expand(1, 3, -1).contiguous() for x in torch.meshgrid(extremes, extremes, indexing="ij")
+    )
+    hidden = random(*forget.shape, dtype=torch.float32)
+    state = random(1, forget.shape[2], dtype=torch.float32)
+    compare(minlstm_positive if positive else minlstm_vanilla, (hidden, forget, input), state, backend=backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradcheck(backend):
     mask, reset = mask_and_reset(3, 6)
@@ -152,11 +169,10 @@ def test_gradcheck(backend):
             assert torch.autograd.gradcheck(
                 lambda a, b, s, options=options: linear_scan(a, b, s, backend=backend, **options), (a, b, state)
             )
-    x = random(3, 6, 2, dtype=torch.float64).requires_grad_()
-    y = random(3, 6, 2, dtype=torch.float64).requires_grad_()
     state = random(3, 2, dtype=torch.float64).requires_grad_()
-    for cell in MINGRU:
-        assert torch.autograd.gradcheck(lambda *args, cell=cell: cell(*args, backend=backend), (x, y, state))
+    for scan, count in CELLS.values():
+        inputs = [random(3, 6, 2, dtype=torch.float64).requires_grad_() for _ in range(count)]
+        assert torch.autograd.gradcheck(lambda *args, scan=scan: scan(*args, backend=backend), (*inputs, state))
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
@@ -323,7 +339,9 @@ def test_bad_arguments(changes, error, message):
 
 def test_bad_mingru_arguments():
     x = torch.rand(2, 5, 3)
-    with pytest.raises(ValueError, match=r"one shape, got \(2, 5, 3\) and \(2, 5, 1\)"):
+    with pytest.raises(ValueError, match=r"hidden and gate must have one shape, got \(2, 5, 3\), \(2, 5, 1\)"):
         mingru_scan(x, x[..., :1])
     with pytest.raises(TypeError, match="gate must be real, got torch.complex64"):
         mingru_scan(x, x.to(torch.complex64))
+    with pytest.raises(ValueError, match="hidden, forget and input must have one shape"):
+        minlstm_scan(x, x, x[:, :1])

@@ -13,6 +13,7 @@ template <class T>
 struct LinearCell {
   using State = T;
   static constexpr int inputs = 2;  // a, b
+  static constexpr bool first_may_be_constant = true;  // over time: its gradient is then summed inside the kernel
 
   HFR_INLINE static T forward(const T (&x)[2], T h) { return x[0] * h + x[1]; }
 
@@ -23,39 +24,81 @@ struct LinearCell {
   }
 };
 
-// minGRU (arXiv 2410.01201): z = sigma(gate), h = (1 - z) h' + z c, with the candidate c = hidden (vanilla), or
-// c = g(hidden), g(x) = x + 1/2 for x >= 0 and sigma(x) below (positive: the paper's log-space variant).
-// With a = 1 - z = sigma(-gate):
-//   dL/dh' = g a;   dL/dgate = g (c - h') z a;   dL/dhidden = g z c',  c' = 1 | (x >= 0 ? 1 : sigma(x) sigma(-x)).
+// The candidate of minGRU and minLSTM and its slope: c = x (vanilla), or c = g(x), g(x) = x + 1/2 for x >= 0 and
+// sigma(x) below (positive: the papers' log-space variant); g' = 1 for x >= 0 and sigma(x) sigma(-x) below.
+template <bool positive, class T>
+HFR_INLINE void candidate(T x, T& value, T& slope) {
+  value = x;
+  slope = T(1);
+  if (positive) {
+    T s, complement;
+    logistic(x, s, complement);
+    value = x >= T(0) ? x + T(0.5) : s;
+    slope = x >= T(0) ? T(1) : s * complement;
+  }
+}
+
+// minGRU (arXiv 2410.01201): z = sigma(gate), h = (1 - z) h' + z c.  With a = 1 - z = sigma(-gate):
+//   dL/dh' = g a;   dL/dgate = g (c - h') z a;   dL/dhidden = g z c'(hidden).
 template <class T, bool positive>
 struct MinGRUCell {
   using State = T;
   static constexpr int inputs = 2;  // hidden, gate
-
-  HFR_INLINE static void candidate(T x, T& value, T& slope) {
-    value = x;
-    slope = T(1);
-    if (positive) {
-      T s, complement;
-      logistic(x, s, complement);
-      value = x >= T(0) ? x + T(0.5) : s;
-      slope = x >= T(0) ? T(1) : s * complement;
-    }
-  }
+  static constexpr bool first_may_be_constant = false;
 
   HFR_INLINE static T forward(const T (&x)[2], T h) {
     T c, slope, z, a;
-    candidate(x[0], c, slope);
+    candidate<positive>(x[0], c, slope);
     logistic(x[1], z, a);
     return a * h + z * c;
   }
 
   HFR_INLINE static T backward(const T (&x)[2], T h, T g, T (&dx)[2]) {
     T c, slope, z, a;
-    candidate(x[0], c, slope);
+    candidate<positive>(x[0], c, slope);
     logistic(x[1], z, a);
     dx[0] = g * z * slope;
     dx[1] = g * (c - h) * z * a;
+    return g * a;
+  }
+};
+
+// minLSTM (arXiv 2410.01201): f = sigma(forget), i = sigma(input), h = f/(f+i) h' + i/(f+i) c.
+// The weights are a = I / (F + I) and b = F / (F + I) with F = 1 + e^-forget and I = 1 + e^-input, both divided by the
+// largest of the three exponentials, so that two shut gates keep their proportion.
+//   dL/dh' = g a;  dL/dhidden = g b c';  dL/dforget = g (h' - c) a b sigma(-forget);  dL/dinput = g (c - h') a b sigma(-input).
+template <class T, bool positive>
+struct MinLSTMCell {
+  using State = T;
+  static constexpr int inputs = 3;  // hidden, forget, input
+  static constexpr bool first_may_be_constant = false;
+
+  HFR_INLINE static void weights(T forget, T input, T& a, T& b, T& forget_shut, T& input_shut) {
+    T least = forget < input ? forget : input;
+    T largest = least < T(0) ? -least : T(0);
+    T one = exponential(-largest);
+    T f = exponential(-forget - largest), i = exponential(-input - largest);
+    T scale = T(1) / (one + f + one + i);
+    a = (one + i) * scale;
+    b = (one + f) * scale;
+    forget_shut = f * scale;  // b sigma(-forget)
+    input_shut = i * scale;   // a sigma(-input)
+  }
+
+  HFR_INLINE static T forward(const T (&x)[3], T h) {
+    T c, slope, a, b, forget_shut, input_shut;
+    candidate<positive>(x[0], c, slope);
+    weights(x[1], x[2], a, b, forget_shut, input_shut);
+    return a * h + b * c;
+  }
+
+  HFR_INLINE static T backward(const T (&x)[3], T h, T g, T (&dx)[3]) {
+    T c, slope, a, b, forget_shut, input_shut;
+    candidate<positive>(x[0], c, slope);
+    weights(x[1], x[2], a, b, forget_shut, input_shut);
+    dx[0] = g * b * slope;
+    dx[1] = g * (h - c) * a * forget_shut;
+    dx[2] = g * (c - h) * b * input_shut;
     return g * a;
   }
 };

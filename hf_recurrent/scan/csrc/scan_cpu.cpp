@@ -3,6 +3,8 @@
 // once; the state of a block stays in the L1 cache. Compiled at first use, called through the two C functions at the end.
 #include <stdint.h>
 #include <string.h>
+
+#include <utility>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -13,7 +15,7 @@ namespace {
 
 using namespace hfr;
 
-constexpr int kMaxInputs = 2;
+constexpr int kMaxInputs = 3;
 constexpr int64_t kBlock = 2048;  // channels a thread takes at once: their float32 state is a quarter of a 32 KiB L1 cache
 
 // What happens at a position besides the cell (one byte per row and position, made by hf_recurrent.scan.ops).
@@ -52,13 +54,17 @@ const T* row(const Tensor& x, int64_t b, int64_t t, int64_t d, int64_t n, T* cop
   return copy;
 }
 
-template <class Cell, class T>
-void forward_row(const T* __restrict__ x0, const T* __restrict__ x1, typename Cell::State* __restrict__ state,
-                 T* __restrict__ h, int64_t n) {
+// The inputs of a position, one pointer each; Indices is 0 ... inputs - 1.
+template <class T>
+struct Rows { const T* x[kMaxInputs]; };
+
+template <class Cell, class T, size_t... I>
+void forward_row(const Rows<T> rows, typename Cell::State* __restrict__ state, T* __restrict__ h, int64_t n,
+                 std::index_sequence<I...>) {
   using State = typename Cell::State;
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    State x[2] = {load(x0[i]), load(x1[i])};
+    State x[] = {load(rows.x[I][i])...};
     State s = Cell::forward(x, state[i]);
     state[i] = s;
     store(s, h[i]);
@@ -66,84 +72,87 @@ void forward_row(const T* __restrict__ x0, const T* __restrict__ x1, typename Ce
 }
 
 // P is the storage type of h_prev: T for a row of h, the state type for the initial state.
-template <class Cell, bool sum_first, class T, class P, class G>
-void backward_row(const T* __restrict__ x0, const T* __restrict__ x1, const P* __restrict__ h_prev,
-                  const T* __restrict__ grad_h, typename Cell::State* __restrict__ carry, G* __restrict__ grad0,
-                  T* __restrict__ grad1, int64_t n) {
+template <class Cell, bool sum_first, class T, class P, size_t... I>
+void backward_row(const Rows<T> rows, const P* __restrict__ h_prev, const T* __restrict__ grad_h,
+                  typename Cell::State* __restrict__ carry, typename Cell::State* __restrict__ sum, T* const (&grads)[kMaxInputs],
+                  int64_t n, std::index_sequence<I...>) {
   using State = typename Cell::State;
+  T* grad[] = {grads[I]...};
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    State x[2] = {load(x0[i]), load(x1[i])};
-    State dx[2];
+    State x[] = {load(rows.x[I][i])...};
+    State dx[sizeof...(I)];
     carry[i] = Cell::backward(x, load(h_prev[i]), carry[i] + load(grad_h[i]), dx);
-    if constexpr (sum_first) {
-      grad0[i] = grad0[i] + dx[0];
-    } else {
-      store(dx[0], grad0[i]);
-    }
-    store(dx[1], grad1[i]);
+    if constexpr (sum_first) sum[i] = sum[i] + dx[0];
+    ((sum_first && I == 0 ? void() : store(dx[I], grad[I][i])), ...);
   }
 }
 
 template <class Cell, class T>
-void forward_block(const Problem& p, int64_t b, int64_t d, int64_t n) {
+struct Block {
   using State = typename Cell::State;
-  T copies[kMaxInputs][kBlock];
-  State* state = reinterpret_cast<State*>(p.state) + b * p.channels + d;
-  for (int64_t step = 0; step < p.length; ++step) {
-    int64_t t = p.reverse ? p.length - 1 - step : step;
-    uint8_t flags = p.flags ? p.flags[b * p.length + t] : 0;
-    if (flags & kDrop) memset(static_cast<void*>(state), 0, n * sizeof(State));
-    T* h = const_cast<T*>(at<T>(p.h, b, t, d));
-    if (flags & kMasked) {
-      for (int64_t i = 0; i < n; ++i) store(state[i], h[i]);
-    } else {
-      forward_row<Cell, T>(row(p.inputs[0], b, t, d, n, copies[0]), row(p.inputs[1], b, t, d, n, copies[1]), state, h, n);
+  static constexpr auto kIndices = std::make_index_sequence<Cell::inputs>();
+
+  const Problem& p;
+  const int64_t b, d, n;  // the row of the batch, the first channel and their number
+  T copies[kMaxInputs + 1][kBlock];
+
+  Block(const Problem& problem, int64_t batch_row, int64_t first, int64_t size)
+      : p(problem), b(batch_row), d(first), n(size) {}
+
+  uint8_t flags(int64_t t) const { return p.flags ? p.flags[b * p.length + t] : 0; }
+
+  Rows<T> inputs(int64_t t) {
+    Rows<T> rows;
+    for (int i = 0; i < Cell::inputs; ++i) rows.x[i] = row(p.inputs[i], b, t, d, n, copies[i]);
+    return rows;
+  }
+
+  void forward() {
+    State* state = reinterpret_cast<State*>(p.state) + b * p.channels + d;
+    for (int64_t step = 0; step < p.length; ++step) {
+      int64_t t = p.reverse ? p.length - 1 - step : step;
+      if (flags(t) & kDrop) memset(static_cast<void*>(state), 0, n * sizeof(State));
+      T* h = const_cast<T*>(at<T>(p.h, b, t, d));
+      if (flags(t) & kMasked) {
+        for (int64_t i = 0; i < n; ++i) store(state[i], h[i]);
+      } else {
+        forward_row<Cell, T>(inputs(t), state, h, n, kIndices);
+      }
     }
   }
-}
 
-template <class Cell, bool sum_first, class T>
-void backward_block(const Problem& p, int64_t b, int64_t d, int64_t n) {
-  using State = typename Cell::State;
-  T copies[kMaxInputs][kBlock], grad_copy[kBlock];
-  State zero[kBlock];
-  memset(static_cast<void*>(zero), 0, n * sizeof(State));
-  State* carry = reinterpret_cast<State*>(p.state) + b * p.channels + d;
-  const State* initial = p.initial ? reinterpret_cast<const State*>(p.initial) + b * p.channels + d : zero;
-  State* sum = sum_first ? reinterpret_cast<State*>(p.grad_inputs[0]) + b * p.channels + d : nullptr;
-  for (int64_t step = p.length - 1; step >= 0; --step) {
-    int64_t t = p.reverse ? p.length - 1 - step : step;
-    uint8_t flags = p.flags ? p.flags[b * p.length + t] : 0;
-    int64_t offset = (b * p.length + t) * p.channels + d;
-    const T* grad_h = row(p.grad_h, b, t, d, n, grad_copy);
-    T* grad0 = reinterpret_cast<T*>(p.grad_inputs[0]) + offset;
-    T* grad1 = reinterpret_cast<T*>(p.grad_inputs[1]) + offset;
-    if (flags & kMasked) {
-      for (int64_t i = 0; i < n; ++i) carry[i] = carry[i] + load(grad_h[i]);
-      if (!sum_first) memset(static_cast<void*>(grad0), 0, n * sizeof(T));
-      memset(static_cast<void*>(grad1), 0, n * sizeof(T));
-    } else {
-      const T* x0 = row(p.inputs[0], b, t, d, n, copies[0]);
-      const T* x1 = row(p.inputs[1], b, t, d, n, copies[1]);
+  template <bool sum_first>
+  void backward() {
+    State zero[kBlock];
+    memset(static_cast<void*>(zero), 0, n * sizeof(State));
+    State* carry = reinterpret_cast<State*>(p.state) + b * p.channels + d;
+    const State* initial = p.initial ? reinterpret_cast<const State*>(p.initial) + b * p.channels + d : zero;
+    State* sum = reinterpret_cast<State*>(p.grad_inputs[0]) + b * p.channels + d;
+    for (int64_t step = p.length - 1; step >= 0; --step) {
+      int64_t t = p.reverse ? p.length - 1 - step : step;
+      const T* grad_h = row(p.grad_h, b, t, d, n, copies[kMaxInputs]);
+      T* grads[kMaxInputs];
+      for (int i = 0; i < Cell::inputs; ++i) {
+        grads[i] = sum_first && i == 0 ? nullptr : reinterpret_cast<T*>(p.grad_inputs[i]) + (b * p.length + t) * p.channels + d;
+      }
       auto run = [&](auto* h_prev) {
-        if constexpr (sum_first) {
-          backward_row<Cell, true>(x0, x1, h_prev, grad_h, carry, sum, grad1, n);
-        } else {
-          backward_row<Cell, false>(x0, x1, h_prev, grad_h, carry, grad0, grad1, n);
-        }
+        backward_row<Cell, sum_first>(inputs(t), h_prev, grad_h, carry, sum, grads, n, kIndices);
       };
-      if (flags & kDrop) {
+      if (flags(t) & kMasked) {
+        for (int64_t i = 0; i < n; ++i) carry[i] = carry[i] + load(grad_h[i]);
+        for (int i = sum_first; i < Cell::inputs; ++i) memset(static_cast<void*>(grads[i]), 0, n * sizeof(T));
+      } else if (flags(t) & kDrop) {
         run(zero);
       } else if (step == 0) {
         run(initial);
       } else {
         run(at<T>(p.h, b, p.reverse ? t + 1 : t - 1, d));
       }
+      if (flags(t) & kDrop) memset(static_cast<void*>(carry), 0, n * sizeof(State));
     }
-    if (flags & kDrop) memset(static_cast<void*>(carry), 0, n * sizeof(State));
   }
-}
+};
 
 // Blocks of whole rows of channels where the batch alone keeps the threads busy; otherwise the channels are split, but not
 // into pieces under a page: two cores that walk the same pages side by side fetch each other's lines and end up slower than
@@ -181,37 +190,25 @@ void prefer_huge_pages(const void* data, int64_t bytes) {
 }
 
 template <class Cell, class T>
-void forward(const Problem& p) {
-  prefer_huge_pages(p.h.data, p.batch * p.length * p.channels * sizeof(T));
-  parallel<T>(p, [&](int64_t b, int64_t d, int64_t n) { forward_block<Cell, T>(p, b, d, n); });
-}
-
-template <class Cell, class T>
-void backward(const Problem& p) {
-  for (int i = p.sum_first ? 1 : 0; i < Cell::inputs; ++i) {
-    prefer_huge_pages(p.grad_inputs[i], p.batch * p.length * p.channels * sizeof(T));
-  }
+int run(const Problem& p, int backwards) {
+  int64_t bytes = p.batch * p.length * p.channels * sizeof(T);
+  if (!backwards) prefer_huge_pages(p.h.data, bytes);
+  for (int i = p.sum_first; backwards && i < Cell::inputs; ++i) prefer_huge_pages(p.grad_inputs[i], bytes);
   parallel<T>(p, [&](int64_t b, int64_t d, int64_t n) {
-    if (p.sum_first) {
-      backward_block<Cell, true, T>(p, b, d, n);
-    } else {
-      backward_block<Cell, false, T>(p, b, d, n);
+    Block<Cell, T> block(p, b, d, n);
+    if (!backwards) {
+      block.forward();
+    } else if (!p.sum_first) {
+      block.template backward<false>();
+    } else if constexpr (Cell::first_may_be_constant) {
+      block.template backward<true>();
     }
   });
-}
-
-enum CellId { kLinear = 0, kMinGRUVanilla = 1, kMinGRUPositive = 2 };
-enum TypeId { kFloat = 0, kDouble = 1, kBFloat16 = 2, kFloat16 = 3, kComplexFloat = 4, kComplexDouble = 5 };
-
-template <class Cell, class T>
-int run(const Problem& p, int backwards) {
-  if (backwards) {
-    backward<Cell, T>(p);
-  } else {
-    forward<Cell, T>(p);
-  }
   return 0;
 }
+
+enum CellId { kLinear, kMinGRUVanilla, kMinGRUPositive, kMinLSTMVanilla, kMinLSTMPositive };
+enum TypeId { kFloat, kDouble, kBFloat16, kFloat16, kComplexFloat, kComplexDouble };
 
 template <class T>
 int run_real(int cell, const Problem& p, int backwards) {
@@ -220,6 +217,8 @@ int run_real(int cell, const Problem& p, int backwards) {
     case kLinear: return run<LinearCell<State>, T>(p, backwards);
     case kMinGRUVanilla: return run<MinGRUCell<State, false>, T>(p, backwards);
     case kMinGRUPositive: return run<MinGRUCell<State, true>, T>(p, backwards);
+    case kMinLSTMVanilla: return run<MinLSTMCell<State, false>, T>(p, backwards);
+    case kMinLSTMPositive: return run<MinLSTMCell<State, true>, T>(p, backwards);
   }
   return 1;
 }
