@@ -187,6 +187,14 @@ def test_readme_names_only_what_exists():
         assert (ROOT / link).exists(), link
 
 
+def test_readme_quotes_the_committed_measurement():
+    results = ROOT / "benchmarks" / "results" / "scan.md"
+    if not results.exists():
+        pytest.skip("no measurement is committed yet")
+    table = re.search(r"^\| what \|.*?\n\n", results.read_text(), re.MULTILINE | re.DOTALL).group()
+    assert table.strip() in (ROOT / "README.md").read_text()
+
+
 def test_readme_example_loads_and_generates(tmp_path, capsys):
     example = re.search(r"```python\n(import hf_recurrent .*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(
         1
