@@ -1,0 +1,37 @@
+"""Linear-recurrent sequence models for Hugging Face Transformers."""
+
+from .modeling import (
+    FAMILIES,
+    MinGRUConfig,
+    MinGRUForCausalLM,
+    MinGRUForSequenceClassification,
+    MinGRUModel,
+    MinLSTMConfig,
+    MinLSTMForCausalLM,
+    MinLSTMForSequenceClassification,
+    MinLSTMModel,
+    RecurrentCache,
+    RecurrentConfig,
+)
+from .scan import available_backends, backend_report, linear_scan, mingru_scan, minlstm_scan
+
+__version__ = "0.1.0"  # a literal: pyproject.toml reads it from the source text
+
+__all__ = [
+    "FAMILIES",
+    "MinGRUConfig",
+    "MinGRUForCausalLM",
+    "MinGRUForSequenceClassification",
+    "MinGRUModel",
+    "MinLSTMConfig",
+    "MinLSTMForCausalLM",
+    "MinLSTMForSequenceClassification",
+    "MinLSTMModel",
+    "RecurrentCache",
+    "RecurrentConfig",
+    "available_backends",
+    "backend_report",
+    "linear_scan",
+    "mingru_scan",
+    "minlstm_scan",
+]

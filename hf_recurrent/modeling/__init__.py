@@ -1,0 +1,44 @@
+"""The models: one file per family, and what they share."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .cache import RecurrentCache
+from .configuration import RecurrentConfig
+from .mingru import MinGRUConfig, MinGRUForCausalLM, MinGRUForSequenceClassification, MinGRUModel
+from .minlstm import MinLSTMConfig, MinLSTMForCausalLM, MinLSTMForSequenceClassification, MinLSTMModel
+
+# Every family: its configuration, and the class that each Auto class makes of it.
+FAMILIES = {
+    MinGRUConfig: {
+        AutoModel: MinGRUModel,
+        AutoModelForCausalLM: MinGRUForCausalLM,
+        AutoModelForSequenceClassification: MinGRUForSequenceClassification,
+    },
+    MinLSTMConfig: {
+        AutoModel: MinLSTMModel,
+        AutoModelForCausalLM: MinLSTMForCausalLM,
+        AutoModelForSequenceClassification: MinLSTMForSequenceClassification,
+    },
+}
+
+for config_class, model_classes in FAMILIES.items():
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    for auto_class, model_class in model_classes.items():
+        auto_class.register(config_class, model_class, exist_ok=True)
+    # Trainer shifts the labels under label smoothing only for the class names of this table.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = model_classes[AutoModelForCausalLM].__name__
+
+__all__ = [
+    "FAMILIES",
+    "MinGRUConfig",
+    "MinGRUForCausalLM",
+    "MinGRUForSequenceClassification",
+    "MinGRUModel",
+    "MinLSTMConfig",
+    "MinLSTMForCausalLM",
+    "MinLSTMForSequenceClassification",
+    "MinLSTMModel",
+    "RecurrentCache",
+    "RecurrentConfig",
+]

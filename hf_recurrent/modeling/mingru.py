@@ -1,0 +1,91 @@
+"""minGRU (arXiv 2410.01201, section 3.1 and appendix B): a GRU whose gates do not see the state.
+
+    paper      code                                            shape
+    x_t        x, after the norm and the short convolution     (B, L, hidden_size)
+    d_h        config.recurrent_size = expansion * hidden_size
+    W_h x_t    hidden, the first half of in_proj's rows        (B, L, recurrent_size)
+    W_z x_t    gate, the second half                           (B, L, recurrent_size)
+    z_t        sigmoid(gate), inside mingru_scan
+    h~_t       the candidate: hidden, or g(hidden)             candidate="vanilla" or "positive"
+    g(u)       u + 0.5 for u >= 0, sigmoid(u) below            appendix B.2.1
+    h_t        h = (1 - z_t) h_{t-1} + z_t h~_t                (B, L, recurrent_size)
+    h_0        state["recurrent"], zero at the start           (B, recurrent_size)
+
+The paper runs its second variant in log-space, so that a product of many gates does not underflow; g is there to keep
+h positive, as a logarithm needs. Here the recurrence runs directly, with its state in float32, and g stays.
+"""
+
+from typing import Literal
+
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+
+from ..scan import mingru_scan
+from .configuration import RecurrentConfig
+from .layers import ShortConvolution, State
+from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
+
+
+@strict
+class MinGRUConfig(RecurrentConfig):
+    """
+    Configuration of minGRU: every field of `RecurrentConfig`, and
+
+    Args:
+        candidate: "positive" (the paper's log-space variant, its choice for language) or "vanilla".
+    """
+
+    model_type = "mingru"
+
+    candidate: Literal["positive", "vanilla"] = "positive"
+
+
+class MinGRUMixer(nn.Module):
+    """(B, L, hidden_size) -> (B, L, hidden_size); the contract is in layers.py."""
+
+    scan = staticmethod(mingru_scan)
+    num_inputs = 2  # of the scan: hidden, gate
+
+    def __init__(self, config: MinGRUConfig):
+        super().__init__()
+        self.positive = config.candidate == "positive"
+        self.state_shapes = {"recurrent": (config.recurrent_size,)}
+        self.conv1d = None
+        if config.conv_kernel:
+            self.conv1d = ShortConvolution(config.hidden_size, config.conv_kernel, bias=config.use_conv_bias)
+            self.state_shapes["conv"] = self.conv1d.state_shape
+        self.in_proj = nn.Linear(config.hidden_size, self.num_inputs * config.recurrent_size, bias=config.use_bias)
+        self.out_proj = None
+        if config.recurrent_size != config.hidden_size:
+            self.out_proj = nn.Linear(config.recurrent_size, config.hidden_size, bias=config.use_bias)
+
+    def forward(self, x: Tensor, state: State, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, State]:
+        new_state = {}
+        if self.conv1d is not None:
+            x, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
+        inputs = self.in_proj(x).chunk(self.num_inputs, dim=-1)
+        h, new_state["recurrent"] = self.scan(
+            *inputs, state.get("recurrent"), positive=self.positive, mask=mask, reset=reset
+        )
+        return h if self.out_proj is None else self.out_proj(h), new_state
+
+
+class MinGRUModel(RecurrentModel):
+    """minGRU without a head; see `RecurrentModel`."""
+
+    config_class = MinGRUConfig
+    mixer_class = MinGRUMixer
+
+
+class MinGRUForCausalLM(RecurrentForCausalLM):
+    """minGRU with a language-model head; see `RecurrentForCausalLM`."""
+
+    config_class = MinGRUConfig
+    model_class = MinGRUModel
+
+
+class MinGRUForSequenceClassification(RecurrentForSequenceClassification):
+    """minGRU with a classifier on each row's last real token; see `RecurrentForSequenceClassification`."""
+
+    config_class = MinGRUConfig
+    model_class = MinGRUModel

@@ -1,0 +1,529 @@
+"""What every family is built from: the backbone and its heads, generic over the mixer."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.utils import can_return_tuple, is_tracing
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .cache import RecurrentCache
+from .configuration import RecurrentConfig
+from .layers import RecurrentBlock, RMSNorm, ShortConvolution
+
+# What the loss takes beside logits and labels; Trainer sends the first.
+LOSS_KWARGS = ("num_items_in_batch", "ignore_index", "shift_labels")
+# What the backbone takes and needs no code for: the decorators of `forward` see to it, or it changes no result.
+INERT_KWARGS = ("output_hidden_states", "output_attentions", "num_items_in_batch", "max_length_q", "max_length_k")
+
+
+def padding_mask(attention_mask: Tensor | None, batch: int, length: int, past_length: int) -> Tensor | None:
+    """
+    Args:
+        attention_mask: 0 at padding, for the tokens of this call, (B, L), or for all so far, (B, past_length + L).
+
+    Returns:
+        (B, L) bool, False at padding; None where there is no padding.
+
+    Raises:
+        ValueError: attention_mask has another shape.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.shape not in ((batch, length), (batch, past_length + length)):
+        expected = f"{(batch, length)}"
+        if past_length:
+            expected += f" or, with the tokens in past_key_values, {(batch, past_length + length)}"
+        raise ValueError(f"attention_mask must have the shape {expected}, got {tuple(attention_mask.shape)}")
+    mask = attention_mask[:, -length:].bool()
+    return None if not is_tracing(mask) and mask.all() else mask
+
+
+def document_starts(
+    position_ids: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seq_lens: Tensor | None,
+    mask: Tensor | None,
+    batch: int,
+    length: int,
+    carries_state: bool,
+) -> Tensor | None:
+    """
+    A document starts where `position_ids` is 0 or does not rise (collators may count from another number than 0),
+    where `seq_idx` changes, and where `cu_seq_lens` says. Each token is compared with the real one before it.
+
+    Args:
+        position_ids, seq_idx: (B, L) or (1, L).
+        cu_seq_lens: (documents + 1,), where each document of a single row starts, and at last L.
+        mask: (B, L) bool, False at padding.
+        carries_state: whether there is a state from before the first token.
+
+    Returns:
+        (B, L) bool, True at first tokens; None where there is nothing before any of them.
+
+    Raises:
+        ValueError: an argument of another shape.
+    """
+    device = next((x.device for x in (position_ids, seq_idx, cu_seq_lens) if x is not None), None)
+    if device is None:
+        return None
+    for name, ids in (("position_ids", position_ids), ("seq_idx", seq_idx)):
+        if ids is not None and ids.shape not in ((batch, length), (1, length)):
+            raise ValueError(f"{name} must have the shape {(batch, length)} or {(1, length)}, got {tuple(ids.shape)}")
+
+    columns = torch.arange(length, device=device).expand(batch, -1)
+    # The column of the real token before each, -1 where there is none.
+    before = columns if mask is None else torch.where(mask, columns, -1).cummax(dim=1).values
+    before = torch.cat([before.new_full((batch, 1), -1), before[:, :-1]], dim=1)
+    first = before < 0
+
+    def previous(ids: Tensor) -> Tensor:
+        return ids.gather(1, before.clamp(min=0))
+
+    starts = torch.zeros_like(first)
+    if position_ids is not None:
+        position_ids = position_ids.expand(batch, -1)
+        starts = starts | (position_ids == 0) | (~first & (position_ids <= previous(position_ids)))
+    if seq_idx is not None:
+        seq_idx = seq_idx.expand(batch, -1)
+        starts = starts | (~first & (seq_idx != previous(seq_idx)))
+    if cu_seq_lens is not None:
+        if batch != 1 or cu_seq_lens.ndim != 1:
+            raise ValueError(
+                f"cu_seq_lens_q must have one dimension, for a single row of packed documents, got the shape "
+                f"{tuple(cu_seq_lens.shape)} with {batch} rows"
+            )
+        if not is_tracing(cu_seq_lens) and (cu_seq_lens[0] != 0 or cu_seq_lens[-1] != length):
+            raise ValueError(
+                f"cu_seq_lens_q must run from 0 to the row's length {length}, got {cu_seq_lens[0]} to {cu_seq_lens[-1]}"
+            )
+        document = torch.searchsorted(cu_seq_lens[1:].long(), columns, right=True)
+        starts = starts | first | (document != previous(document))
+    if not carries_state:
+        starts = starts & ~first
+    if mask is not None:
+        starts = starts & mask
+    return None if not is_tracing(starts) and not starts.any() else starts
+
+
+class RecurrentPreTrainedModel(PreTrainedModel):
+    """Initialisation and loading, for every family and head."""
+
+    config: RecurrentConfig
+    config_class = RecurrentConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["RecurrentBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _can_record_outputs = {"hidden_states": RecurrentBlock}
+    _can_compile_fullgraph = True
+    # No rollback: `generate` refuses assisted decoding.
+    _is_stateful = True
+
+    def __init__(self, config: RecurrentConfig):
+        if not isinstance(config, self.config_class):
+            raise TypeError(
+                f"{type(self).__name__} needs a {self.config_class.__name__}, got a {type(config).__name__}"
+            )
+        config.validate()  # again: fields may have been set since it was made
+        super().__init__(config)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """
+        Matrices are normal with a standard deviation of `config.initializer_range`, or where it is None of
+
+        - 1 / sqrt(inputs) for projections, which keeps the scale of what passes through, whatever the width;
+        - 1 / (4 sqrt(hidden_size)) for embeddings and heads: fresh logits have the standard deviation 1/4, and the loss
+          is that of a uniform guess but for 1/32;
+
+        divided, where a mixer or an MLP adds to the residual stream, by the square root of the number of such terms, so
+        that the stream's variance does not grow with depth (GPT-2). Short convolutions keep the scale of nn.Conv1d,
+        1 / sqrt(taps), as Mamba's do. Biases are zero, weights of norms one.
+
+        Transformers calls this for modules that have parameters themselves, of classes outside its package.
+        """
+        super()._init_weights(module)
+        if isinstance(module, ShortConvolution):
+            bound = 1 / math.sqrt(module.kernel_size[0])
+            init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            std = self.config.initializer_range
+            if std is None:
+                inner = isinstance(self, RecurrentModel) and isinstance(module, nn.Linear)
+                std = (1 if inner else 0.25) / math.sqrt(module.weight.shape[1])
+            init.normal_(module.weight, std=std * self._residual_scale(module))
+
+    def _residual_scale(self, module: nn.Module) -> float:
+        """By how much the initial `module` is narrower for adding to the residual stream."""
+        return 1.0
+
+
+class RecurrentModel(RecurrentPreTrainedModel):
+    """
+    Embedding, blocks and final norm. A family sets `config_class` and `mixer_class`.
+
+    The states live in `past_key_values`, a `RecurrentCache`; mixers see tensors only. All states are replaced together
+    at the end of a call, so a call that fails leaves the cache as it was.
+    """
+
+    mixer_class: type[nn.Module]
+
+    def __init__(self, config: RecurrentConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList(
+            RecurrentBlock(config, self.mixer_class(config)) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.post_init()
+
+    def _residual_scale(self, module: nn.Module) -> float:
+        outputs = [layer.mlp.down_proj for layer in self.layers if layer.has_mlp]
+        outputs += [getattr(layer.mixer, "out_proj", None) for layer in self.layers]
+        terms = sum(2 if layer.has_mlp else 1 for layer in self.layers)
+        return 1 / math.sqrt(terms) if any(module is output for output in outputs) else 1.0
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: (B, L) token ids; or
+            inputs_embeds: (B, L, hidden_size).
+            attention_mask: (B, L), or (B, tokens seen + L): 0 at padding, wherever it lies. Padding changes neither the
+                outputs of real tokens nor the state; the outputs at padding itself mean nothing.
+            position_ids: (B, L) or (1, L). Nothing is computed from positions, but a token at position 0, or at a
+                position that does not rise, is the first of its document and sees nothing before it: neither other
+                documents in its row nor the state in `past_key_values`.
+            past_key_values: the states to go on from, for the same number of rows.
+            use_cache: whether to return the states after the last token, in `past_key_values` if it was given (which
+                is left as it was with use_cache=False). The configuration's by default.
+            seq_idx: (B, L) or (1, L): a new document starts where it changes. Its first value goes on with the state.
+            cu_seq_lens_q: (documents + 1,), the boundaries of the documents packed into a single row.
+            cu_seq_lens_k: the same, if given.
+            kwargs: `output_hidden_states`, `return_dict`; `max_length_q` and `max_length_k`, which change no result.
+
+        Returns:
+            last_hidden_state, (B, L, hidden_size), after the final norm; past_key_values with `use_cache`;
+            hidden_states with `output_hidden_states`, the embeddings and what each block returns, the last one normed.
+
+        Raises:
+            ValueError: shapes that do not fit each other or the model; what these models cannot honour.
+            TypeError: an unknown argument, a cache of another type.
+            IndexError: a token id outside the vocabulary.
+        """
+        self._check_kwargs(kwargs)
+        inputs_embeds = self._embed(input_ids, inputs_embeds)
+        batch, length, _ = inputs_embeds.shape
+        if past_key_values is not None:
+            self._check_cache(past_key_values, batch)
+        elif use_cache:
+            past_key_values = RecurrentCache(self.config)
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if cu_seq_lens_k is not None and (
+            cu_seq_lens_q is None or not is_tracing(cu_seq_lens_k) and not torch.equal(cu_seq_lens_k, cu_seq_lens_q)
+        ):
+            raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: a recurrence has no keys apart from queries")
+        mask = padding_mask(attention_mask, batch, length, past_length)
+        reset = document_starts(position_ids, seq_idx, cu_seq_lens_q, mask, batch, length, past_length > 0)
+
+        hidden_states = self.dropout(inputs_embeds)
+        if self.config.residual_in_fp32:
+            hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        states = []
+        for index, layer in enumerate(self.layers):
+            state = {} if past_key_values is None else past_key_values.layers[index].states
+            hidden_states, state = layer(hidden_states, state, mask, reset)
+            states.append(state)
+        hidden_states = self.norm(hidden_states)
+        if use_cache:
+            past_key_values.advance(states, length)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None
+        )
+
+    def _check_kwargs(self, kwargs: dict) -> None:
+        for name, value in kwargs.items():
+            if value is not None and name not in INERT_KWARGS:
+                raise TypeError(f"{type(self).__name__}.forward() got an unexpected keyword argument {name!r}")
+        if kwargs.get("output_attentions", self.config.output_attentions) and (
+            "attentions" not in self._can_record_outputs
+        ):
+            raise ValueError(f"output_attentions=True: {type(self).__name__} has no attention weights to return")
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """The (B, L, hidden_size) embeddings of whichever is given."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is not None:
+            if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+                raise ValueError(
+                    f"inputs_embeds must have the shape (batch, length, {self.config.hidden_size}), "
+                    f"got {tuple(inputs_embeds.shape)}"
+                )
+        elif input_ids.ndim != 2 or input_ids.is_floating_point():
+            raise ValueError(
+                f"input_ids must be integers of the shape (batch, length), "
+                f"got {input_ids.dtype} of the shape {tuple(input_ids.shape)}"
+            )
+        name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+        if given.numel() == 0:
+            raise ValueError(f"{name} is empty, with the shape {tuple(given.shape)}: there must be a row and a token")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        try:
+            return self.embed_tokens(input_ids)
+        except IndexError:
+            size = self.embed_tokens.num_embeddings
+            outside = input_ids[(input_ids < 0) | (input_ids >= size)]
+            raise IndexError(
+                f"input_ids holds the token id {outside[0].item()}, outside the vocabulary of {size} tokens "
+                f"(ids 0 to {size - 1})"
+            ) from None
+
+    def _check_cache(self, cache: RecurrentCache, batch: int) -> None:
+        """Raises TypeError or ValueError where `cache` cannot be this model's for `batch` rows."""
+        if not isinstance(cache, RecurrentCache):
+            raise TypeError(
+                f"past_key_values must be a RecurrentCache, got a {type(cache).__name__}; "
+                "without one, use_cache=True makes it"
+            )
+        if len(cache.layers) != len(self.layers):
+            raise ValueError(
+                f"past_key_values has {len(cache.layers)} layers, {type(self).__name__} has {len(self.layers)}"
+            )
+        if cache.batch_size not in (-1, batch):
+            raise ValueError(f"past_key_values holds the states of {cache.batch_size} rows, the input has {batch}")
+        for index, (held, layer) in enumerate(zip(cache.layers, self.layers, strict=True)):
+            shapes = {name: tuple(state.shape[1:]) for name, state in held.states.items()}
+            if shapes and shapes != layer.mixer.state_shapes:
+                raise ValueError(
+                    f"past_key_values holds states of another model: layer {index} has the shapes {shapes}, "
+                    f"{type(self).__name__} expects {layer.mixer.state_shapes} (without the batch)"
+                )
+
+
+class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
+    """The backbone with a language-model head. A family sets `config_class` and `model_class`."""
+
+    model_class: type[RecurrentModel]
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: RecurrentConfig):
+        super().__init__(config)
+        self.model = self.model_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """
+        Args:
+            labels: (B, L), -100 where there is nothing to predict. The loss shifts them: the logits at t predict
+                labels[t + 1].
+            logits_to_keep: how many of the last positions get logits, 0 for all; or the positions, (positions,) for all
+                rows or (B, positions) for each; or a bool mask (B, L), which flattens the logits to (True, vocab_size).
+            kwargs: `num_items_in_batch` (the loss is then the sum over tokens divided by it), `ignore_index` and
+                `shift_labels` (labels that are already shifted) for the loss; the rest as in `RecurrentModel.forward`,
+                as all other arguments.
+
+        Returns:
+            loss with `labels` or `shift_labels`; logits, (B, L or logits_to_keep, vocab_size); past_key_values and
+            hidden_states as `RecurrentModel.forward`.
+
+        Raises:
+            What `RecurrentModel.forward` raises; ValueError for labels that do not fit the logits.
+        """
+        loss_kwargs = {name: kwargs.pop(name) for name in LOSS_KWARGS if kwargs.get(name) is not None}
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(keep_positions(outputs.last_hidden_state, logits_to_keep))
+
+        loss = None
+        shift_labels = loss_kwargs.get("shift_labels")
+        if labels is not None or shift_labels is not None:
+            name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+            if given.shape != logits.shape[:-1]:
+                raise ValueError(
+                    f"{name} must have the shape {tuple(logits.shape[:-1])} of the positions with logits, "
+                    f"got {tuple(given.shape)}"
+                )
+            if shift_labels is not None:
+                loss_kwargs["shift_labels"] = shift_labels.contiguous()
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: RecurrentCache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs,
+    ) -> dict:
+        """The inputs of one step of `generate`.
+
+        Raises:
+            ValueError: a cache that has seen all of `input_ids`, or more.
+        """
+        if next_sequence_length is not None and next_sequence_length < 1:
+            raise ValueError(
+                f"past_key_values has seen {past_key_values.get_seq_length()} tokens, input_ids has "
+                f"{input_ids.shape[1]}: pass the whole sequence, or only what is new with an attention_mask for both"
+            )
+        if next_sequence_length == 1 and not is_first_iteration and past_key_values is not None:
+            # A token that was just generated is neither padding nor the first of a document.
+            attention_mask = None
+            kwargs.pop("position_ids", None)
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ) -> None:
+        """`generate` asks here for its cache: a RecurrentCache, whatever the length."""
+        if model_kwargs.get("past_key_values") is not None:
+            if generation_config.use_cache is False:
+                raise ValueError("past_key_values needs use_cache=True: without it, each step reads all of the text")
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        elif generation_config.use_cache is not False:
+            if generation_config.cache_implementation not in (None, "dynamic"):
+                raise ValueError(
+                    f"cache_implementation must be None or 'dynamic', got {generation_config.cache_implementation!r}: "
+                    f"{type(self).__name__} has a RecurrentCache, of constant size"
+                )
+            model_kwargs["past_key_values"] = RecurrentCache(self.config)
+            if generation_config.is_assistant:
+                model_kwargs["past_key_values"].activate_past_recording()
+
+
+def keep_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """(B, L, D) -> (B, kept, D): what `RecurrentForCausalLM.forward` says of `logits_to_keep`."""
+    if isinstance(logits_to_keep, int):
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be 0 (all) or a number of positions, got {logits_to_keep}")
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.ndim == 2 and logits_to_keep.dtype != torch.bool:
+        return torch.take_along_dim(hidden_states, logits_to_keep[..., None], dim=1)
+    return hidden_states[logits_to_keep] if logits_to_keep.ndim == 2 else hidden_states[:, logits_to_keep]
+
+
+class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
+    """The backbone with a linear classifier on the last real token. A family sets `config_class` and `model_class`."""
+
+    model_class: type[RecurrentModel]
+    # Its losses are means over the batch and most take no divisor, so Trainer divides over accumulation steps itself.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: RecurrentConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = self.model_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> SequenceClassifierOutputWithPast:
+        """
+        The classifier reads the last token that `attention_mask` marks as real. Without a mask it reads the last that
+        is not `pad_token_id`, and without that (or with inputs_embeds) the last of the row.
+
+        Args:
+            labels: (B,) class indices, or (B,) or (B, num_labels) numbers for the other `config.problem_type`s.
+
+        Returns:
+            loss with `labels`; logits, (B, num_labels); past_key_values and hidden_states as `RecurrentModel.forward`,
+            whose arguments the others are.
+
+        Raises:
+            What `RecurrentModel.forward` raises.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        batch, length, _ = hidden_states.shape
+        columns = torch.arange(length, device=hidden_states.device)
+        if attention_mask is not None:
+            last = torch.where(attention_mask[:, -length:] != 0, columns, 0).amax(dim=1)
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            last = torch.where(input_ids != self.config.pad_token_id, columns, 0).amax(dim=1)
+        else:
+            last = columns[-1:].expand(batch)
+        logits = self.score(hidden_states[torch.arange(batch, device=hidden_states.device), last])
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )

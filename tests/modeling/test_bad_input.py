@@ -1,0 +1,113 @@
+"""Arguments of `forward` that cannot be right, and those that these models cannot honour: one exact error each."""
+
+import pytest
+import torch
+from families import causal_lm, classifier, each_family, token_ids
+
+
+@each_family
+@pytest.mark.parametrize("bad", [-1, 61, 10**9])
+def test_token_ids_outside_the_vocabulary(config, bad):
+    for model in (causal_lm(config), classifier(config)):
+        input_ids = token_ids(config, 2, 5)
+        input_ids[1, 3] = bad
+        with pytest.raises(IndexError, match=rf"token id {bad}, outside the vocabulary of 61 tokens \(ids 0 to 60\)"):
+            model(input_ids)
+
+
+SHAPES = [
+    ({"input_ids": None}, ValueError, "exactly one of input_ids or inputs_embeds"),
+    ({"inputs_embeds": torch.zeros(2, 5, 12)}, ValueError, "exactly one of input_ids or inputs_embeds"),
+    ({"input_ids": torch.zeros(5, dtype=torch.long)}, ValueError, r"integers .* got torch.int64 of the shape \(5,\)"),
+    ({"input_ids": torch.zeros(2, 5)}, ValueError, r"integers .* got torch.float32 of the shape \(2, 5\)"),
+    ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, ValueError, r"input_ids is empty, with the shape \(2, 0\)"),
+    ({"input_ids": torch.zeros(0, 5, dtype=torch.long)}, ValueError, r"input_ids is empty, with the shape \(0, 5\)"),
+    (
+        {"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 13)},
+        ValueError,
+        r"inputs_embeds must have the shape \(batch, length, 12\), got \(2, 5, 13\)",
+    ),
+    ({"attention_mask": torch.ones(2, 4)}, ValueError, r"attention_mask must have the shape \(2, 5\), got \(2, 4\)"),
+    ({"attention_mask": torch.ones(1, 5)}, ValueError, r"attention_mask must have the shape \(2, 5\), got \(1, 5\)"),
+    ({"attention_mask": torch.ones(2, 1, 5, 5)}, ValueError, r"attention_mask must have .* got \(2, 1, 5, 5\)"),
+    ({"position_ids": torch.zeros(5, dtype=torch.long)}, ValueError, r"position_ids must have .* got \(5,\)"),
+    ({"position_ids": torch.zeros(3, 2, 5, dtype=torch.long)}, ValueError, r"position_ids .* got \(3, 2, 5\)"),
+    ({"seq_idx": torch.zeros(2, 6, dtype=torch.int)}, ValueError, r"seq_idx must have .* got \(2, 6\)"),
+    ({"cu_seq_lens_q": torch.tensor([0, 5])}, ValueError, "for a single row of packed documents, .* with 2 rows"),
+    ({"cu_seq_lens_k": torch.tensor([0, 5])}, ValueError, "cu_seq_lens_k must equal cu_seq_lens_q"),
+    (
+        {"labels": torch.zeros(2, 6, dtype=torch.long)},
+        ValueError,
+        r"labels must have the shape \(2, 5\) .* got \(2, 6\)",
+    ),
+    (
+        {"labels": torch.zeros(2, 5, dtype=torch.long), "logits_to_keep": 1},
+        ValueError,
+        r"labels must have the shape \(2, 1\) of the positions with logits, got \(2, 5\)",
+    ),
+    ({"logits_to_keep": -3}, ValueError, r"logits_to_keep must be 0 \(all\) or a number of positions, got -3"),
+    ({"token_type_ids": torch.zeros(2, 5)}, TypeError, "unexpected keyword argument 'token_type_ids'"),
+    ({"is_causal": False}, TypeError, "unexpected keyword argument 'is_causal'"),
+    ({"inputs_embed": torch.zeros(2, 5, 12)}, TypeError, "unexpected keyword argument 'inputs_embed'"),
+    ({"output_attentions": True}, ValueError, "has no attention weights to return"),
+]
+
+
+@each_family
+@pytest.mark.parametrize("arguments, error, message", SHAPES, ids=[message for _, _, message in SHAPES])
+def test_forward(config, arguments, error, message):
+    model = causal_lm(config)
+    with pytest.raises(error, match=message):
+        model(**{"input_ids": token_ids(config, 2, 5), **arguments})
+
+
+@each_family
+def test_the_mask_may_cover_the_past_too(config):
+    model = causal_lm(config)
+    cache = model(token_ids(config, 2, 4), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"must have the shape \(2, 5\) or, .* \(2, 9\), got \(2, 8\)"):
+        model(token_ids(config, 2, 5), attention_mask=torch.ones(2, 8), past_key_values=cache)
+
+
+@each_family
+@pytest.mark.parametrize(
+    "boundaries, message",
+    [
+        ([0, 3], "must run from 0 to the row's length 5, got 0 to 3"),
+        ([1, 5], "must run from 0 to the row's length 5, got 1 to 5"),
+        ([[0, 5]], r"must have one dimension, .* got the shape \(1, 2\)"),
+    ],
+)
+def test_boundaries_of_documents(config, boundaries, message):
+    with pytest.raises(ValueError, match=f"cu_seq_lens_q {message}"):
+        causal_lm(config)(token_ids(config, 1, 5), cu_seq_lens_q=torch.tensor(boundaries))
+    with pytest.raises(ValueError, match="cu_seq_lens_k must equal cu_seq_lens_q"):
+        causal_lm(config)(
+            token_ids(config, 1, 5), cu_seq_lens_q=torch.tensor([0, 5]), cu_seq_lens_k=torch.tensor([0, 2, 5])
+        )
+
+
+@each_family
+def test_arguments_that_are_none_or_change_nothing_are_taken(config):
+    """What peft and pipelines pass along."""
+    model = causal_lm(config)
+    input_ids = token_ids(config, 2, 5)
+    out = model(input_ids, output_attentions=None, token_type_ids=None, num_items_in_batch=None, max_length_q=5)
+    assert torch.equal(out.logits, model(input_ids, output_attentions=False).logits)
+
+
+@each_family
+def test_an_all_padding_row_is_finite(config):
+    input_ids = token_ids(config, 2, 5)
+    mask = torch.tensor([[0] * 5, [1] * 5])
+    for model in (causal_lm(config), classifier(config)):
+        assert model(input_ids, attention_mask=mask).logits.isfinite().all()
+
+
+@each_family
+def test_labels_outside_the_classes(config):
+    config.num_labels = 3
+    with pytest.raises(IndexError, match="Target 3 is out of bounds"):
+        classifier(config)(token_ids(config, 2, 5), labels=torch.tensor([0, 3]))
+    with pytest.raises(IndexError, match="Target 61 is out of bounds"):
+        causal_lm(config)(token_ids(config, 1, 5), labels=torch.full((1, 5), 61))
