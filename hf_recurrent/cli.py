@@ -120,9 +120,9 @@ examples:
     add(
         "--top-p",
         type=_number(float, 0, 1),
-        default=1.0,
+        default=0.9,
         metavar="P",
-        help="sample from the likeliest tokens of mass P",
+        help="sample from the likeliest tokens of mass P; 1 from all",
     )
     add("--top-k", type=_number(int, 0), default=0, metavar="K", help="sample from the K likeliest tokens; 0 from all")
     add("--num-beams", type=_number(int, 1), default=1, metavar="N", help="beams of a beam search; 1 does without")

@@ -154,11 +154,15 @@ def test_what_generate_refuses(run, model, flags, message):
     assert message in run("generate", "--model", model, *flags, status=2)
 
 
-def test_models_that_are_refused(run, model, tmp_path):
+def test_models_that_are_refused(run, model, tmp_path, monkeypatch):
     def refusal(folder):
         return run("generate", "--model", folder, "--prompt", "a", status=2)
 
     assert "nowhere/at/all: no such folder" in refusal(tmp_path / "nowhere/at/all")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("demo", "runs/demo", "./demo"):  # none of them is taken for a name on the Hub
+        assert refusal(name) == f"hf-recurrent: error: --model {name}: no such folder\n"
     assert "the folder has no config.json" in refusal(tmp_path)
     GPT2Config().save_pretrained(tmp_path)
     assert "is of type 'gpt2'; this package knows mingru" in refusal(tmp_path)

@@ -82,6 +82,10 @@ def check_folder(name: str) -> PreTrainedConfig:
     Raises:
         ValueError: there is no model, or it is of another type.
     """
+    # A Hub name is "owner/name"; what begins with a folder that is here is meant as a folder.
+    owner, slash, rest = name.partition("/")
+    if not Path(name).exists() and (not (owner and slash) or "/" in rest or Path(owner).exists()):
+        raise ValueError(f"--model {name}: no such folder")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"--model {name}: the folder has no config.json, so it holds no model")
     try:
