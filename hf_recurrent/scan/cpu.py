@@ -8,6 +8,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,7 +33,9 @@ COMPILE_SECONDS = 300
 ELEMENTS_PER_THREAD = 16384  # below this a second thread costs more than it brings
 
 
-class _Tensor(ctypes.Structure):
+class TensorStruct(ctypes.Structure):
+    """The kernels' view of a (batch, length, channels) tensor: an address and strides in elements."""
+
     _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 3)]
 
 
@@ -45,9 +48,9 @@ class _Problem(ctypes.Structure):
         ("threads", ctypes.c_int64),
         ("sum_first", ctypes.c_int64),
         ("flags", ctypes.c_void_p),
-        ("inputs", _Tensor * MAX_INPUTS),
-        ("h", _Tensor),
-        ("grad_h", _Tensor),
+        ("inputs", TensorStruct * MAX_INPUTS),
+        ("h", TensorStruct),
+        ("grad_h", TensorStruct),
         ("initial", ctypes.c_void_p),
         ("state", ctypes.c_void_p),
         ("grad_inputs", ctypes.c_void_p * MAX_INPUTS),
@@ -88,20 +91,20 @@ def _cpu_features() -> str:
     return platform.processor()
 
 
-def _build() -> Path:
-    """The compiled library's path; compiles it where the cache does not hold it."""
+def _build(stem: str = "scan_cpu") -> Path:
+    """The path of the library compiled from csrc/`stem`.cpp; compiles it where the cache does not hold it."""
     compiler = _compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS)
-    identity = [platform.machine(), _cpu_features(), *compiler, version.stdout, *source_identity(".h", ".cpp")]
+    identity = [platform.machine(), _cpu_features(), *compiler, version.stdout, *source_identity(".h", ".cpp"), stem]
     message = ""
     for flags in _flag_sets():
 
         def compile_to(path: Path, flags: list[str] = flags) -> None:
-            command = [*compiler, "-o", str(path), str(kernel_cache.SOURCES / "scan_cpu.cpp"), *flags]
+            command = [*compiler, "-o", str(path), str(kernel_cache.SOURCES / f"{stem}.cpp"), *flags]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
 
         try:
-            return cached_file("scan_cpu", ".so", identity + flags, compile_to)
+            return cached_file(stem, ".so", identity + flags, compile_to)
         except subprocess.CalledProcessError as error:
             message = next((s for s in error.stderr.splitlines() if "error" in s), error.stderr.strip())
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -110,9 +113,10 @@ def _build() -> Path:
 
 
 @functools.cache
-def _load() -> ctypes.CDLL | BackendUnavailable:
+def _load(stem: str, entry: str, problem: type[ctypes.Structure]) -> Callable[..., int] | BackendUnavailable:
+    """The C function `entry` of csrc/`stem`.cpp, its last argument a pointer to `problem`; or why there is none."""
     try:
-        path = _build()
+        path = _build(stem)
     except BackendUnavailable as error:
         return error
     except (OSError, subprocess.SubprocessError) as error:
@@ -123,44 +127,58 @@ def _load() -> ctypes.CDLL | BackendUnavailable:
         path.unlink(missing_ok=True)  # so that a repaired compiler gets another chance
         return BackendUnavailable(f"the compiled kernels could not be loaded: {error}")
     library.hfr_problem_size.restype = ctypes.c_int64
-    if library.hfr_problem_size() != ctypes.sizeof(_Problem):
+    if library.hfr_problem_size() != ctypes.sizeof(problem):
         return BackendUnavailable("the compiled kernels have another layout than this Python code")
-    library.hfr_scan.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Problem)]
-    return library
+    return getattr(library, entry)
 
 
 def unavailable_reason() -> str | None:
     """None where the kernels are ready (compiling them if need be), else one line that says why they are not."""
-    loaded = _load()
+    loaded = _load("scan_cpu", "hfr_scan", _Problem)
     return str(loaded) if isinstance(loaded, BackendUnavailable) else None
+
+
+def call(stem: str, entry: str, problem: ctypes.Structure, *arguments: int) -> None:
+    """Calls `entry` with integers and the problem.
+
+    Raises:
+        BackendUnavailable: the library cannot be built or loaded.
+        NotImplementedError: it has no kernel for these arguments.
+    """
+    function = _load(stem, entry, type(problem))
+    if isinstance(function, BackendUnavailable):
+        raise function
+    if function(*arguments, ctypes.byref(problem)):
+        raise NotImplementedError(f"{entry} has no kernel for {arguments}")
 
 
 # ---- calling ---------------------------------------------------------------------------------------------------------
 
 
-def _describe(x: Tensor, shape: torch.Size | None = None) -> _Tensor:
+def describe(x: Tensor, shape: torch.Size | None = None) -> TensorStruct:
+    """A tensor's address and strides, as if expanded to `shape`."""
     strides = x.stride() if shape is None else x.expand(shape).stride()
-    return _Tensor(x.data_ptr(), (ctypes.c_int64 * 3)(*strides))
+    return TensorStruct(x.data_ptr(), (ctypes.c_int64 * 3)(*strides))
 
 
-def _pointer(x: Tensor | None) -> int | None:
+def pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
+def threads_for(elements: int) -> int:
+    return max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
+
+
 def _run(cell: str, backwards: bool, inputs: list[Tensor], h: Tensor, state: Tensor, **fields) -> None:
-    library = _load()
-    if isinstance(library, BackendUnavailable):
-        raise library
     problem = _Problem(
         *h.shape,
-        threads=max(1, min(torch.get_num_threads(), h.numel() // ELEMENTS_PER_THREAD)),
-        inputs=(_Tensor * MAX_INPUTS)(*(_describe(x, h.shape) for x in inputs)),
-        h=_describe(h),
+        threads=threads_for(h.numel()),
+        inputs=(TensorStruct * MAX_INPUTS)(*(describe(x, h.shape) for x in inputs)),
+        h=describe(h),
         state=state.data_ptr(),
         **fields,
     )
-    if library.hfr_scan(CELLS[cell], TYPES[h.dtype], backwards, ctypes.byref(problem)):
-        raise NotImplementedError(f"no CPU kernel for cell {cell} in {h.dtype}")
+    call("scan_cpu", "hfr_scan", problem, CELLS[cell], TYPES[h.dtype], backwards)
 
 
 def forward(
@@ -174,7 +192,7 @@ def forward(
     else:
         state = initial_state.clone(memory_format=torch.contiguous_format)
     if h.numel():
-        _run(cell, False, inputs, h, state, reverse=reverse, flags=_pointer(flags))
+        _run(cell, False, inputs, h, state, reverse=reverse, flags=pointer(flags))
     return h, state
 
 
@@ -205,10 +223,10 @@ def backward(
             h,
             state,
             reverse=reverse,
-            flags=_pointer(flags),
+            flags=pointer(flags),
             sum_first=sum_first,
-            grad_h=_describe(grad_h),
-            initial=_pointer(initial),
+            grad_h=describe(grad_h),
+            initial=pointer(initial),
             grad_inputs=(ctypes.c_void_p * MAX_INPUTS)(*(g.data_ptr() for g in grads)),
         )
     return [g.sum_to_size(x.shape).to(x.dtype) for g, x in zip(grads, inputs, strict=True)], state

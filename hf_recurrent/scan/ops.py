@@ -180,7 +180,7 @@ def _warn_of_fallback(backend: str, reason: str) -> None:
     )
 
 
-def _choose_backend(backend: str | None, device: torch.device) -> str:
+def choose_backend(backend: str | None, device: torch.device) -> str:
     if backend is None:
         if device.type not in COMPILED:
             return "chunked"
@@ -202,7 +202,7 @@ def _choose_backend(backend: str | None, device: torch.device) -> str:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _flags(mask: Tensor | None, reset: Tensor | None, reverse: bool) -> Tensor | None:
+def step_flags(mask: Tensor | None, reset: Tensor | None, reverse: bool) -> Tensor | None:
     """mask and reset as one byte per position in scan terms (see chunked.MASKED and DROP); padding ignores reset."""
     if mask is None and reset is None:
         return None
@@ -219,12 +219,24 @@ def _flags(mask: Tensor | None, reset: Tensor | None, reverse: bool) -> Tensor |
     return flags.contiguous()
 
 
-def _check_tensor(name: str, x: Tensor, like: Tensor) -> None:
+def check_tensor(name: str, x: Tensor, like: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dtype not in STATE_DTYPES:
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES)
         raise TypeError(f"{name} must be one of {kinds}, got {x.dtype}")
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}, expected {like.device} as the inputs")
+
+
+def check_mask(name: str, x: Tensor | None, like: Tensor) -> None:
+    """Raises TypeError or ValueError where x is neither None nor a (batch, length) bool tensor for `like`."""
+    if x is None:
+        return
+    if not isinstance(x, Tensor) or x.dtype != torch.bool:
+        raise TypeError(f"{name} must be a bool tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    if x.shape != like.shape[:2]:
+        raise ValueError(f"{name} must have the shape (batch, length) = {tuple(like.shape[:2])}, got {tuple(x.shape)}")
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device}, expected {like.device} as the inputs")
 
@@ -243,7 +255,7 @@ def scan(
     names, tensors = list(inputs), list(inputs.values())
     last = tensors[-1]
     for name, x in inputs.items():
-        _check_tensor(name, x, last)
+        check_tensor(name, x, last)
     if last.dim() != 3:
         raise ValueError(f"{names[-1]} must have the shape (batch, length, channels), got {tuple(last.shape)}")
     batch, length, channels = last.shape
@@ -256,7 +268,7 @@ def scan(
     tensors = [x.to(dtype)[(None,) * (3 - x.dim())].resolve_conj().resolve_neg() for x in tensors]
     state_dtype = STATE_DTYPES[dtype]
     if initial_state is not None:
-        _check_tensor("initial_state", initial_state, last)
+        check_tensor("initial_state", initial_state, last)
         if initial_state.shape != (batch, channels):
             raise ValueError(
                 f"initial_state must have the shape (batch, channels) = {(batch, channels)}, "
@@ -265,22 +277,14 @@ def scan(
         if initial_state.is_complex() and not state_dtype.is_complex:
             raise TypeError(f"initial_state is {initial_state.dtype}, but the inputs are real ({dtype})")
         initial_state = initial_state.to(state_dtype).resolve_conj().resolve_neg()
-    for name, x in (("mask", mask), ("reset", reset)):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor) or x.dtype != torch.bool:
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name} must be a bool tensor, got {kind}")
-        if x.shape != (batch, length):
-            raise ValueError(f"{name} must have the shape (batch, length) = {(batch, length)}, got {tuple(x.shape)}")
-        if x.device != last.device:
-            raise ValueError(f"{name} is on {x.device}, expected {last.device} as the inputs")
-    backend = _choose_backend(backend, last.device)
+    check_mask("mask", mask, last)
+    check_mask("reset", reset, last)
+    backend = choose_backend(backend, last.device)
     if backend == "reference":
         a, b = cell.coefficients(*tensors)
         h, final_state = linear_scan_loop(a, b, initial_state, mask, reset, reverse)
         return h.to(dtype), final_state
-    flags = _flags(mask, reset, reverse)
+    flags = step_flags(mask, reset, reverse)
     if backend == "chunked":
         a, b = cell.coefficients(*tensors)
         h, final_state = torch.ops.hf_recurrent.scan("linear", [a, b], initial_state, flags, reverse, backend)

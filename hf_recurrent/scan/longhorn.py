@@ -1,0 +1,318 @@
+"""Longhorn's cell (arXiv 2407.14207): a state of D x m per row that exists only at the position being computed.
+
+It is a linear recurrence over D m channels whose coefficients all follow from D + m numbers, so what is read and
+written grows with L (D + m), never with L D m. The compiled kernel recomputes the states of the backward pass from
+checkpoints; the plain PyTorch form materialises a chunk of positions at a time and recomputes it likewise.
+"""
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from . import chunked, cpu
+from .ops import check_mask, check_tensor, choose_backend, step_flags
+from .reference import STATE_DTYPES, linear_scan_loop
+
+CHUNK_ELEMENTS = 1 << 20  # states that the plain form materialises at once: 4 MiB in float32
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "length", "channels", "states", "reverse", "threads", "pieces")),
+        ("flags", ctypes.c_void_p),
+        *((name, cpu.TensorStruct) for name in ("x", "dt", "k", "q")),
+        *((name, ctypes.c_void_p) for name in ("o", "state", "initial")),
+        ("grad_o", cpu.TensorStruct),
+        *((name, ctypes.c_void_p) for name in ("grad_x", "grad_dt", "grad_k", "grad_q")),
+    ]
+
+
+# ---- in plain PyTorch -----------------------------------------------------------------------------------------------
+
+
+def coefficients(x: Tensor, dt: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """a = 1 - eps k^2 and b = eps x k, (B, L, D, m), with eps = beta / (1 + beta k.k), beta = sigmoid(dt)
+    (section 3.2, the diagonal approximation)."""
+    beta = torch.sigmoid(dt)
+    eps = (beta / (1 + beta * k.square().sum(-1, keepdim=True)))[..., None]
+    k = k[:, :, None]
+    return 1 - eps * k.square(), eps * x[..., None] * k
+
+
+def readout(state: Tensor, q: Tensor) -> Tensor:
+    """o = S q: (B, L, D, m), (B, L, m) -> (B, L, D)."""
+    return torch.einsum("bldm,blm->bld", state, q)
+
+
+def _chunk_size(x: Tensor, k: Tensor) -> int:
+    """Positions at a time: at least sqrt(L), so that the states between chunks take no more than those in one."""
+    batch, length, channels = x.shape
+    return max(math.isqrt(length) + 1, CHUNK_ELEMENTS // max(1, batch * channels * k.shape[2]))
+
+
+def _chunks(x: Tensor, k: Tensor, reverse: bool) -> list[slice]:
+    size = _chunk_size(x, k)
+    parts = [slice(start, start + size) for start in range(0, x.shape[1], size)]
+    return parts[::-1] if reverse else parts
+
+
+def _plain_chunk(part: slice, x, dt, k, state, flags, reverse) -> tuple[Tensor, Tensor, Tensor]:
+    """a and the states h of one chunk, (B, C, D, m), and the state after it."""
+    a, b = coefficients(x[:, part], dt[:, part], k[:, part])
+    flags = None if flags is None else flags[:, part]
+    h, state = chunked.forward(a.flatten(2), b.flatten(2), state, flags, reverse)
+    return a, h.view_as(a), state
+
+
+def _plain_forward(x, dt, k, q, initial_state, flags, reverse):
+    (batch, _, channels), m = x.shape, k.shape[2]
+    dtype, storage = STATE_DTYPES[x.dtype], x.dtype
+    x, dt, k, q = (t.to(dtype) for t in (x, dt, k, q))
+    o = torch.empty_like(x, memory_format=torch.contiguous_format)
+    state = x.new_zeros(batch, channels * m) if initial_state is None else initial_state.flatten(1).clone()
+    for part in _chunks(x, k, reverse):
+        _, h, state = _plain_chunk(part, x, dt, k, state, flags, reverse)
+        o[:, part] = readout(h, q[:, part])
+    return o.to(storage), state.view(batch, channels, m)
+
+
+def _plain_backward(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse):
+    (batch, _, channels), m = x.shape, k.shape[2]
+    inputs = x, dt, k, q
+    x, dt, k, q, grad_o = (t.to(grad_final.dtype) for t in (*inputs, grad_o))
+    state = x.new_zeros(batch, channels * m) if initial_state is None else initial_state.flatten(1)
+    parts, states = _chunks(x, k, reverse), []
+    for part in parts:
+        states.append(state)
+        state = _plain_chunk(part, x, dt, k, state, flags, reverse)[2]
+    carry = grad_final.flatten(1)
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, k, q)]
+    grad_x, grad_dt, grad_k, grad_q = grads
+    for part, state in zip(parts[::-1], states[::-1], strict=True):
+        a, h, _ = _plain_chunk(part, x, dt, k, state, flags, reverse)
+        grad_h = grad_o[:, part, :, None] * q[:, part, None]
+        grad_q[:, part] = torch.einsum("bld,bldm->blm", grad_o[:, part], h)
+        chunk_flags = None if flags is None else flags[:, part]
+        grad_a, grad_b, carry = chunked.backward(
+            a.flatten(2), h.flatten(2), state, chunk_flags, grad_h.flatten(2), carry, reverse
+        )
+        grad_a, grad_b = grad_a.view_as(a), grad_b.view_as(a)
+        # a = 1 - eps k^2, b = eps x k, eps = beta / (1 + beta k.k): as derived in csrc/cells.h
+        beta, xp, kp = torch.sigmoid(dt[:, part]), x[:, part], k[:, part]
+        damping = 1 / (1 + beta * kp.square().sum(-1, keepdim=True))
+        eps = beta * damping
+        push = torch.einsum("bldm,blm->bld", grad_b, kp)
+        grad_eps = xp * push - torch.einsum("bldm,blm->bld", grad_a, kp.square())
+        grad_kk = -(grad_eps * eps.square()).sum(-1, keepdim=True)
+        grad_x[:, part] = eps * push
+        grad_dt[:, part] = grad_eps * damping.square() * beta * torch.sigmoid(-dt[:, part])
+        grad_k[:, part] = (
+            torch.einsum("bldm,bld->blm", grad_b, eps * xp)
+            - 2 * kp * torch.einsum("bldm,bld->blm", grad_a, eps)
+            + 2 * kp * grad_kk
+        )
+    grads = [g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
+    return *grads, carry.reshape(batch, channels, m)
+
+
+def _loop(x, dt, k, q, initial_state, mask, reset, reverse):
+    """The definition, one position after the other, with the states of all of them in memory: the oracle."""
+    x, dt, k, q = (t.to(STATE_DTYPES[x.dtype]) for t in (x, dt, k, q))
+    a, b = coefficients(x, dt, k)
+    state = None if initial_state is None else initial_state.flatten(1)
+    h, state = linear_scan_loop(a.flatten(2), b.flatten(2), state, mask, reset, reverse)
+    return readout(h.view_as(a), q), state.view(*a.shape[:1], *a.shape[2:])
+
+
+# ---- the operator ---------------------------------------------------------------------------------------------------
+
+torch.library.define(
+    "hf_recurrent::longhorn",
+    "(Tensor x, Tensor dt, Tensor k, Tensor q, Tensor? initial_state, Tensor? flags, bool reverse, "
+    "str backend) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "hf_recurrent::longhorn_backward",
+    "(Tensor x, Tensor dt, Tensor k, Tensor q, Tensor? initial_state, Tensor? flags, Tensor grad_o, Tensor grad_final, "
+    "bool reverse, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def _run(backwards: bool, x, dt, k, q, state, flags, reverse, pieces, **fields) -> None:
+    problem = _Problem(
+        *x.shape,
+        k.shape[2],
+        reverse=reverse,
+        threads=cpu.threads_for(x.numel() * k.shape[2]),
+        pieces=pieces,
+        flags=cpu.pointer(flags),
+        x=cpu.describe(x),
+        dt=cpu.describe(dt),
+        k=cpu.describe(k),
+        q=cpu.describe(q),
+        state=state.data_ptr(),
+        **fields,
+    )
+    cpu.call("longhorn_cpu", "hfr_longhorn", problem, cpu.TYPES[x.dtype], backwards)
+
+
+def _pieces(x: Tensor) -> int:
+    """Parts of the channels for as many threads as the batch does not keep busy."""
+    threads = torch.get_num_threads()
+    return 1 if len(x) % threads == 0 else max(1, min(threads, x.shape[2] // 64))
+
+
+@torch.library.impl("hf_recurrent::longhorn", "default")
+def _(x, dt, k, q, initial_state, flags, reverse, backend):
+    if backend == "chunked":
+        return _plain_forward(x, dt, k, q, initial_state, flags, reverse)
+    o = torch.empty(x.shape, dtype=x.dtype)
+    if initial_state is None:
+        state = torch.zeros(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[x.dtype])
+    else:
+        state = initial_state.clone(memory_format=torch.contiguous_format)
+    if o.numel() and state.numel():
+        _run(False, x, dt, k, q, state, flags, reverse, _pieces(x), o=o.data_ptr())
+    return o, state
+
+
+@torch.library.impl("hf_recurrent::longhorn_backward", "default")
+def _(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse, backend):
+    if backend == "chunked":
+        return _plain_backward(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse)
+    state = grad_final.clone(memory_format=torch.contiguous_format)
+    grad_x, grad_dt = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    pieces = _pieces(x)
+    # Each piece sums over its own channels, in a fixed order, and the pieces are summed here: the same at every run.
+    grad_k, grad_q = torch.zeros(2, x.shape[0], pieces, *k.shape[1:], dtype=state.dtype)
+    if x.numel() and state.numel():
+        initial = None if initial_state is None else initial_state.contiguous()
+        _run(
+            True,
+            x,
+            dt,
+            k,
+            q,
+            state,
+            flags,
+            reverse,
+            pieces,
+            initial=cpu.pointer(initial),
+            grad_o=cpu.describe(grad_o),
+            grad_x=grad_x.data_ptr(),
+            grad_dt=grad_dt.data_ptr(),
+            grad_k=grad_k.data_ptr(),
+            grad_q=grad_q.data_ptr(),
+        )
+    return grad_x, grad_dt, grad_k.sum(1).to(k.dtype), grad_q.sum(1).to(q.dtype), state
+
+
+@torch.library.register_fake("hf_recurrent::longhorn")
+def _(x, dt, k, q, initial_state, flags, reverse, backend):
+    o = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return o, x.new_empty(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[x.dtype])
+
+
+@torch.library.register_fake("hf_recurrent::longhorn_backward")
+def _(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse, backend):
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, k, q, grad_final))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, initial_state, flags, ctx.reverse, ctx.backend = inputs
+    ctx.has_initial = initial_state is not None
+    ctx.save_for_backward(*tensors, initial_state, flags)
+
+
+def _backward(ctx, grad_o, grad_final):
+    *tensors, initial_state, flags = ctx.saved_tensors
+    *grads, grad_initial = torch.ops.hf_recurrent.longhorn_backward(
+        *tensors, initial_state, flags, grad_o, grad_final, ctx.reverse, ctx.backend
+    )
+    return *grads, grad_initial if ctx.has_initial else None, None, None, None
+
+
+def _no_double_backward(ctx, *grads):
+    raise NotImplementedError(
+        "the Longhorn scan is differentiable once; backend='reference' can be differentiated any number of times"
+    )
+
+
+torch.library.register_autograd("hf_recurrent::longhorn", _backward, setup_context=_setup_context)
+torch.library.register_autograd("hf_recurrent::longhorn_backward", _no_double_backward)
+
+
+# ---- the function ---------------------------------------------------------------------------------------------------
+
+
+def longhorn_scan(
+    x: Tensor,
+    dt: Tensor,
+    k: Tensor,
+    q: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    reverse: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Longhorn's recurrence and readout (arXiv 2407.14207, section 3.2):
+
+        beta = sigmoid(dt),  eps = beta / (1 + beta k.k)
+        S_t = (1 - eps_t k_t^2) * S_{t-1} + (eps_t x_t) k_t^T,   o_t = S_t q_t
+
+    Args:
+        x: inputs, (B, L, D).
+        dt: pre-activations of the step sizes, (B, L, D).
+        k, q: keys and queries, (B, L, m), shared by all channels.
+        initial_state: S_{-1}, (B, D, m); zero when absent.
+        mask, reset, reverse: as for `linear_scan`; at padding, o reads the unchanged state.
+        backend: "reference", "chunked" or "cpu"; None picks the fastest that can run. There is no CUDA kernel for this
+            cell: on CUDA tensors it runs chunked.
+
+    Returns:
+        o, (B, L, D) in the inputs' promoted dtype, and final_state, (B, D, m), float32 (float64 in, float64 out).
+
+    Raises:
+        TypeError, ValueError, BackendUnavailable: as `linear_scan`.
+    """
+    inputs = {"x": x, "dt": dt, "k": k, "q": q}
+    for name, tensor in inputs.items():
+        check_tensor(name, tensor, x)
+        if tensor.is_complex():
+            raise TypeError(f"{name} must be real, got {tensor.dtype}")
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} must have three dimensions, (batch, length, ...), got {tuple(tensor.shape)}")
+    if dt.shape != x.shape:
+        raise ValueError(f"x and dt must have one shape, got {tuple(x.shape)}, {tuple(dt.shape)}")
+    if k.shape != q.shape or k.shape[:2] != x.shape[:2]:
+        raise ValueError(
+            f"k and q must have the shape (batch, length, m) = {tuple(x.shape[:2])} + (m,), "
+            f"got {tuple(k.shape)}, {tuple(q.shape)}"
+        )
+    check_mask("mask", mask, x)
+    check_mask("reset", reset, x)
+    dtype = x.dtype
+    for tensor in (dt, k, q):
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, x)
+        want = (x.shape[0], x.shape[2], k.shape[2])
+        if initial_state.shape != want or initial_state.is_complex():
+            raise ValueError(
+                f"initial_state must be real, with the shape (batch, channels, m) = {want}, "
+                f"got {initial_state.dtype} {tuple(initial_state.shape)}"
+            )
+        initial_state = initial_state.to(STATE_DTYPES[dtype])
+    x, dt, k, q = (tensor.to(dtype) for tensor in (x, dt, k, q))
+    backend = "chunked" if backend is None and x.device.type == "cuda" else choose_backend(backend, x.device)
+    if backend == "cuda":
+        raise ValueError("backend 'cuda' has no Longhorn kernel; 'chunked' runs on CUDA tensors")
+    if backend == "reference":
+        o, state = _loop(x, dt, k, q, initial_state, mask, reset, reverse)
+        return o.to(dtype), state
+    flags = step_flags(mask, reset, reverse)
+    return torch.ops.hf_recurrent.longhorn(x, dt, k, q, initial_state, flags, reverse, backend)
