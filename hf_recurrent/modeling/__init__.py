@@ -1,7 +1,6 @@
 """The models: one file per family, and what they share."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig
@@ -26,8 +25,9 @@ for config_class, model_classes in FAMILIES.items():
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     for auto_class, model_class in model_classes.items():
         auto_class.register(config_class, model_class, exist_ok=True)
-    # Trainer shifts the labels under label smoothing only for the class names of this table.
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = model_classes[AutoModelForCausalLM].__name__
+        # The class names in this table decide on more, which `register` leaves out: whether Trainer shifts the labels
+        # under label smoothing, and what a model card says that the model is for.
+        auto_class._model_mapping._model_mapping[config_class.model_type] = model_class.__name__
 
 __all__ = [
     "FAMILIES",

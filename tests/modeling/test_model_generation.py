@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import transformers
 from families import causal_lm, each_family, each_variant, states, token_ids
+from packaging.version import Version
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -121,8 +123,9 @@ def test_a_cache_can_be_continued_with_several_tokens(config, beams):
     prefix.batch_repeat_interleave(beams)
     whole = model.generate(input_ids, past_key_values=copy.deepcopy(prefix), **kwargs)
     assert torch.equal(whole, expected)
-    chunked = model.generate(input_ids, past_key_values=copy.deepcopy(prefix), prefill_chunk_size=3, **kwargs)
-    assert torch.equal(chunked, expected)
+    if Version(transformers.__version__) >= Version("5.23"):  # 5.17 cuts the mask as if nothing had been seen
+        chunked = model.generate(input_ids, past_key_values=copy.deepcopy(prefix), prefill_chunk_size=3, **kwargs)
+        assert torch.equal(chunked, expected)
     attention_mask = torch.ones_like(input_ids)
     only_new = model.generate(
         input_ids[:, 6:], attention_mask=attention_mask, past_key_values=copy.deepcopy(prefix), **kwargs
