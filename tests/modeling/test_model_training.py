@@ -139,7 +139,7 @@ def test_residual_in_fp32_only_adds_precision(config):
     assert errors[True] < 1.1 * errors[False]
 
 
-@each_variant
+@each_family
 def test_compiled_forward_and_backward(config):
     model = causal_lm(config)
     input_ids = token_ids(config, 2, 9)
