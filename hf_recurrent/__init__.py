@@ -12,6 +12,12 @@ from .modeling import (
     MinLSTMModel,
     RecurrentCache,
     RecurrentConfig,
+    S5Config,
+    S5ForCausalLM,
+    S5ForDocumentMatching,
+    S5ForSequenceClassification,
+    S5ForTokenClassification,
+    S5Model,
 )
 from .scan import available_backends, backend_report, linear_scan, mingru_scan, minlstm_scan
 
@@ -29,6 +35,12 @@ __all__ = [
     "MinLSTMModel",
     "RecurrentCache",
     "RecurrentConfig",
+    "S5Config",
+    "S5ForCausalLM",
+    "S5ForDocumentMatching",
+    "S5ForSequenceClassification",
+    "S5ForTokenClassification",
+    "S5Model",
     "available_backends",
     "backend_report",
     "linear_scan",

@@ -1,11 +1,25 @@
 """The models: one file per family, and what they share."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig
 from .mingru import MinGRUConfig, MinGRUForCausalLM, MinGRUForSequenceClassification, MinGRUModel
 from .minlstm import MinLSTMConfig, MinLSTMForCausalLM, MinLSTMForSequenceClassification, MinLSTMModel
+from .s5 import (
+    S5Config,
+    S5ForCausalLM,
+    S5ForDocumentMatching,
+    S5ForSequenceClassification,
+    S5ForTokenClassification,
+    S5Model,
+)
 
 # Every family: its configuration, and the class that each Auto class makes of it.
 FAMILIES = {
@@ -18,6 +32,12 @@ FAMILIES = {
         AutoModel: MinLSTMModel,
         AutoModelForCausalLM: MinLSTMForCausalLM,
         AutoModelForSequenceClassification: MinLSTMForSequenceClassification,
+    },
+    S5Config: {
+        AutoModel: S5Model,
+        AutoModelForCausalLM: S5ForCausalLM,
+        AutoModelForSequenceClassification: S5ForSequenceClassification,
+        AutoModelForTokenClassification: S5ForTokenClassification,
     },
 }
 
@@ -41,4 +61,10 @@ __all__ = [
     "MinLSTMModel",
     "RecurrentCache",
     "RecurrentConfig",
+    "S5Config",
+    "S5ForCausalLM",
+    "S5ForDocumentMatching",
+    "S5ForSequenceClassification",
+    "S5ForTokenClassification",
+    "S5Model",
 ]

@@ -101,6 +101,7 @@ class RecurrentConfig(PreTrainedConfig):
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]
+    presets = {}  # a family's named sizes: the fields of each
 
     vocab_size: int = validated_field(at_least(1), default=50257)
     hidden_size: int = validated_field(at_least(1), default=768)
@@ -120,6 +121,18 @@ class RecurrentConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides):
+        """The configuration called `name` in `presets`, with `overrides` in place of its fields.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        if name not in cls.presets:
+            known = ", ".join(cls.presets) or "there are none"
+            raise ValueError(f"{cls.__name__} has no preset {name!r}; known: {known}")
+        return cls(**{**cls.presets[name], **overrides})
 
     def __post_init__(self, **kwargs):
         # Transformers keeps unknown arguments as attributes, as files written by other tools need. A misspelt field

@@ -11,6 +11,8 @@ A mixer is the one part that a family writes itself:
     reset   (B, L) bool or None: True is the first token of a document, which sees nothing before it
 
 One token, a chunk and a whole sequence are the same call, so there is no second form to keep equal to the first.
+
+A mixer may take more by keyword, the names in `RecurrentModel.mixer_kwargs`, and return more, to be recorded by hooks.
 """
 
 import torch
@@ -31,6 +33,13 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm of what may be wider than the weights: computed and returned in its input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class ShortConvolution(nn.Conv1d):
@@ -158,10 +167,15 @@ class RecurrentBlock(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
-        self, hidden_states: Tensor, state: State, mask: Tensor | None = None, reset: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        state: State,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        **mixer_kwargs,
     ) -> tuple[Tensor, State]:
         """(B, L, hidden_size) -> the same, and the mixer's new state; see the contract at the top of this file."""
-        mixed, new_state = self.mixer(self.mixer_norm(hidden_states), state, mask, reset)
+        mixed, new_state, *_ = self.mixer(self.mixer_norm(hidden_states), state, mask, reset, **mixer_kwargs)
         hidden_states = hidden_states + self.dropout(mixed)
         if self.has_mlp:
             hidden_states = hidden_states + self.dropout(self.mlp(self.mlp_norm(hidden_states)))

@@ -169,20 +169,23 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
 class RecurrentModel(RecurrentPreTrainedModel):
     """
-    Embedding, blocks and final norm. A family sets `config_class` and `mixer_class`.
+    Embedding, blocks and final norm. A family sets `config_class` and `mixer_class`; where its blocks differ it sets
+    `block_class` too, and `mixer_kwargs` to the arguments of a call, beyond the contract's, that its mixers take.
 
     The states live in `past_key_values`, a `RecurrentCache`; mixers see tensors only. All states are replaced together
     at the end of a call, so a call that fails leaves the cache as it was.
     """
 
     mixer_class: type[nn.Module]
+    block_class: type[nn.Module] = RecurrentBlock
+    mixer_kwargs: tuple[str, ...] = ()
 
     def __init__(self, config: RecurrentConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList(
-            RecurrentBlock(config, self.mixer_class(config)) for _ in range(config.num_hidden_layers)
+            self.block_class(config, self.mixer_class(config)) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.post_init()
@@ -234,6 +237,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
             TypeError: an unknown argument, a cache of another type.
             IndexError: a token id outside the vocabulary.
         """
+        mixer_kwargs = {name: kwargs.pop(name) for name in self.mixer_kwargs if name in kwargs}
         self._check_kwargs(kwargs)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         batch, length, _ = inputs_embeds.shape
@@ -255,9 +259,9 @@ class RecurrentModel(RecurrentPreTrainedModel):
         states = []
         for index, layer in enumerate(self.layers):
             state = {} if past_key_values is None else past_key_values.layers[index].states
-            hidden_states, state = layer(hidden_states, state, mask, reset)
+            hidden_states, state = layer(hidden_states, state, mask, reset, **mixer_kwargs)
             states.append(state)
-        hidden_states = self.norm(hidden_states)
+        hidden_states = hidden_states.to(self.dtype) if self.norm is None else self.norm(hidden_states)
         if use_cache:
             past_key_values.advance(states, length)
         return BaseModelOutputWithPast(
@@ -392,7 +396,11 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
                 loss_kwargs["shift_labels"] = shift_labels.contiguous()
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
     def prepare_inputs_for_generation(
@@ -461,10 +469,26 @@ def keep_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tenso
     return hidden_states[logits_to_keep] if logits_to_keep.ndim == 2 else hidden_states[:, logits_to_keep]
 
 
+def last_token(
+    hidden_states: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None, pad_token_id: int | None
+) -> Tensor:
+    """(B, L, D) -> (B, D): what `RecurrentForSequenceClassification.forward` says of the last real token."""
+    batch, length, _ = hidden_states.shape
+    columns = torch.arange(length, device=hidden_states.device)
+    if attention_mask is not None:
+        last = torch.where(attention_mask[:, -length:] != 0, columns, 0).amax(dim=1)
+    elif input_ids is not None and pad_token_id is not None:
+        last = torch.where(input_ids != pad_token_id, columns, 0).amax(dim=1)
+    else:
+        last = columns[-1:].expand(batch)
+    return hidden_states[torch.arange(batch, device=hidden_states.device), last]
+
+
 class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
     """The backbone with a linear classifier on the last real token. A family sets `config_class` and `model_class`."""
 
     model_class: type[RecurrentModel]
+    score_bias = False
     # Its losses are means over the batch and most take no divisor, so Trainer divides over accumulation steps itself.
     accepts_loss_kwargs = False
 
@@ -472,7 +496,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = self.model_class(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=self.score_bias)
         self.post_init()
 
     @can_return_tuple
@@ -510,20 +534,19 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = outputs.last_hidden_state
-        batch, length, _ = hidden_states.shape
-        columns = torch.arange(length, device=hidden_states.device)
-        if attention_mask is not None:
-            last = torch.where(attention_mask[:, -length:] != 0, columns, 0).amax(dim=1)
-        elif input_ids is not None and self.config.pad_token_id is not None:
-            last = torch.where(input_ids != self.config.pad_token_id, columns, 0).amax(dim=1)
-        else:
-            last = columns[-1:].expand(batch)
-        logits = self.score(hidden_states[torch.arange(batch, device=hidden_states.device), last])
+        logits = self.score(self.pool(outputs.last_hidden_state, input_ids, attention_mask))
 
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
+
+    def pool(self, hidden_states: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+        """(B, L, D) -> (B, D): what the classifier reads."""
+        return last_token(hidden_states, input_ids, attention_mask, self.config.pad_token_id)

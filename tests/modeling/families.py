@@ -10,6 +10,11 @@ import hf_recurrent
 FAMILIES = {
     hf_recurrent.MinGRUConfig: [{"candidate": "positive"}, {"candidate": "vanilla"}],
     hf_recurrent.MinLSTMConfig: [{"candidate": "positive"}, {"candidate": "vanilla"}],
+    hf_recurrent.S5Config: [
+        {"state_size": 8, "num_blocks": 2, "pooling": "last"},
+        {"state_size": 6, "num_blocks": 2, "conj_sym": False, "discretization": "bilinear", "norm": "batch"}
+        | {"prenorm": False, "final_norm": False, "activation": "half_glu2", "pooling": "last"},
+    ],
 }
 
 # Options that every family has. The wide initialisation makes outputs depend strongly on states and inputs.

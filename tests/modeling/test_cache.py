@@ -36,7 +36,7 @@ def test_a_new_cache_is_empty(config):
 def test_sizes_and_names(model):
     cache = filled(model)
     assert cache.batch_size == 3 and cache.get_seq_length() == 5
-    assert cache.nbytes == sum(x.numel() * 8 for x in states(cache))
+    assert cache.nbytes == sum(x.numel() * x.element_size() for x in states(cache))
     for held, layer in zip(cache.layers, model.model.layers, strict=True):
         assert {name: tuple(x.shape) for name, x in held.states.items()} == {
             name: (3, *shape) for name, shape in layer.mixer.state_shapes.items()
@@ -139,7 +139,8 @@ def test_a_cache_that_does_not_fit(model, config):
     with pytest.raises(ValueError, match="past_key_values has 3 layers, .*Model has 2"):
         model(input_ids, past_key_values=other(num_hidden_layers=3))
     with pytest.raises(ValueError, match="states of another model: layer 0 has the shapes .*'recurrent'"):
-        model(input_ids, past_key_values=other(hidden_size=config.hidden_size * 2))
+        size = "state_size" if hasattr(config, "state_size") else "hidden_size"
+        model(input_ids, past_key_values=other(**{size: getattr(config, size) * 2}))
 
 
 @each_family

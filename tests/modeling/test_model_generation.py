@@ -265,7 +265,7 @@ def test_low_precision_decoding(config, tmp_path):
     model = causal_lm(config, torch.bfloat16)
     input_ids = token_ids(config, 2, 30)
     whole = model(input_ids, use_cache=True)
-    assert whole.past_key_values.layers[0].states["recurrent"].dtype is torch.float32
+    assert whole.past_key_values.layers[0].states["recurrent"].dtype in (torch.float32, torch.complex64)
     cache, logits = None, []
     for token in input_ids.split(1, dim=1):
         out = model(token, past_key_values=cache, use_cache=True)

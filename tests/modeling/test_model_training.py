@@ -108,9 +108,11 @@ def test_autocast_keeps_states_in_float32(config, dtype):
         out = model(input_ids, labels=input_ids, use_cache=True)
     out.loss.backward()
     assert out.logits.dtype is dtype
-    assert all(layer.states["recurrent"].dtype is torch.float32 for layer in out.past_key_values.layers)
+    for layer in out.past_key_values.layers:
+        assert layer.states["recurrent"].dtype in (torch.float32, torch.complex64)
     assert all(p.grad.isfinite().all() for p in model.parameters())
-    assert (out.logits - expected.logits).abs().max() < 0.03 * expected.logits.abs().max()
+    error = (out.logits - expected.logits).square().mean()
+    assert error < 0.03**2 * expected.logits.square().mean()
 
 
 @each_family
@@ -149,11 +151,13 @@ def test_compiled_forward_and_backward(config):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for kwargs in ({}, {"attention_mask": mask, "position_ids": positions}):
         results = []
+        real = kwargs.get("attention_mask", torch.ones_like(input_ids)) == 1
+        labels = input_ids.clone()
+        labels[:, 1:][~real[:, :-1]] = -100  # what comes out at padding is arbitrary, and so would be its loss
         for which in (model, compiled):
             model.zero_grad()
-            out = which(input_ids, labels=input_ids, use_cache=True, **kwargs)
+            out = which(input_ids, labels=labels, use_cache=True, **kwargs)
             out.loss.backward()
-            real = kwargs.get("attention_mask", torch.ones_like(input_ids)) == 1
             results.append((out.logits[real], *states(out.past_key_values), *gradients(model).values()))
         for got, want in zip(*reversed(results), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
