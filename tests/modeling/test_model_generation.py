@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from families import causal_lm, each_family, each_variant, states, token_ids
+from families import causal_lm, classifier, each_family, each_variant, states, token_ids
 from packaging.version import Version
 from transformers import (
     AutoModelForCausalLM,
@@ -246,6 +246,20 @@ def test_text_generation_pipeline(config, tokenizer, tmp_path, caplog):
     for prompt, got in zip(prompts, batched, strict=True):
         alone = generator(prompt, do_sample=False, max_new_tokens=6)
         assert got == alone and alone[0]["generated_text"].startswith(prompt)
+    assert "is not supported" not in caplog.text
+
+
+@each_family
+def test_text_classification_pipeline(config, tokenizer, tmp_path, caplog):
+    config.vocab_size, config.num_labels = len(tokenizer), 3
+    classifier(config, torch.float32).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    classify = pipeline("text-classification", str(tmp_path), device="cpu", top_k=None)
+    texts = ["a", "some longer text", "text"]
+    for text, scores in zip(texts, classify(texts, batch_size=3), strict=True):
+        (alone,) = classify([text])
+        assert [x["label"] for x in scores] == [x["label"] for x in alone] and len(scores) == 3
+        assert [x["score"] for x in scores] == pytest.approx([x["score"] for x in alone], rel=1e-4)
     assert "is not supported" not in caplog.text
 
 
