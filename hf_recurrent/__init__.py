@@ -2,6 +2,10 @@
 
 from .modeling import (
     FAMILIES,
+    GateLoopConfig,
+    GateLoopForCausalLM,
+    GateLoopForSequenceClassification,
+    GateLoopModel,
     MinGRUConfig,
     MinGRUForCausalLM,
     MinGRUForSequenceClassification,
@@ -25,6 +29,10 @@ __version__ = "0.1.0"  # a literal: pyproject.toml reads it from the source text
 
 __all__ = [
     "FAMILIES",
+    "GateLoopConfig",
+    "GateLoopForCausalLM",
+    "GateLoopForSequenceClassification",
+    "GateLoopModel",
     "MinGRUConfig",
     "MinGRUForCausalLM",
     "MinGRUForSequenceClassification",

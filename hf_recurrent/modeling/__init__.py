@@ -10,6 +10,7 @@ from transformers import (
 
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig
+from .gateloop import GateLoopConfig, GateLoopForCausalLM, GateLoopForSequenceClassification, GateLoopModel
 from .mingru import MinGRUConfig, MinGRUForCausalLM, MinGRUForSequenceClassification, MinGRUModel
 from .minlstm import MinLSTMConfig, MinLSTMForCausalLM, MinLSTMForSequenceClassification, MinLSTMModel
 from .s5 import (
@@ -23,6 +24,11 @@ from .s5 import (
 
 # Every family: its configuration, and the class that each Auto class makes of it.
 FAMILIES = {
+    GateLoopConfig: {
+        AutoModel: GateLoopModel,
+        AutoModelForCausalLM: GateLoopForCausalLM,
+        AutoModelForSequenceClassification: GateLoopForSequenceClassification,
+    },
     MinGRUConfig: {
         AutoModel: MinGRUModel,
         AutoModelForCausalLM: MinGRUForCausalLM,
@@ -51,6 +57,10 @@ for config_class, model_classes in FAMILIES.items():
 
 __all__ = [
     "FAMILIES",
+    "GateLoopConfig",
+    "GateLoopForCausalLM",
+    "GateLoopForSequenceClassification",
+    "GateLoopModel",
     "MinGRUConfig",
     "MinGRUForCausalLM",
     "MinGRUForSequenceClassification",

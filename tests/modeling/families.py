@@ -8,6 +8,11 @@ import hf_recurrent
 
 # Each family's configuration class, with the options of its own to be tried out.
 FAMILIES = {
+    hf_recurrent.GateLoopConfig: [
+        {"transition": "polar"},
+        {"num_heads": 2, "use_sub_ln": True, "post_norm": True},
+        {"transition": "cartesian", "complex_transition": False, "data_controlled": False, "use_gate": False},
+    ],
     hf_recurrent.MinGRUConfig: [{"candidate": "positive"}, {"candidate": "vanilla"}],
     hf_recurrent.MinLSTMConfig: [{"candidate": "positive"}, {"candidate": "vanilla"}],
     hf_recurrent.S5Config: [

@@ -49,7 +49,6 @@ SHAPES = [
     ({"token_type_ids": torch.zeros(2, 5)}, TypeError, "unexpected keyword argument 'token_type_ids'"),
     ({"is_causal": False}, TypeError, "unexpected keyword argument 'is_causal'"),
     ({"inputs_embed": torch.zeros(2, 5, 12)}, TypeError, "unexpected keyword argument 'inputs_embed'"),
-    ({"output_attentions": True}, ValueError, "has no attention weights to return"),
 ]
 
 
@@ -59,6 +58,18 @@ def test_forward(config, arguments, error, message):
     model = causal_lm(config)
     with pytest.raises(error, match=message):
         model(**{"input_ids": token_ids(config, 2, 5), **arguments})
+
+
+@each_family
+@pytest.mark.parametrize("from_config", [False, True])
+def test_attention_weights_where_there_are_none(config, from_config):
+    config.output_attentions = from_config
+    model, arguments = causal_lm(config), {} if from_config else {"output_attentions": True}
+    if "attentions" in model.model._can_record_outputs:
+        assert len(model(token_ids(config, 2, 5), **arguments).attentions) == config.num_hidden_layers
+    else:
+        with pytest.raises(ValueError, match="has no attention weights to return"):
+            model(token_ids(config, 2, 5), **arguments)
 
 
 @each_family

@@ -1,0 +1,284 @@
+"""GateLoop (arXiv 2311.01927): linear recurrence with data-controlled, complex transitions.
+
+    paper      code                                                         shape
+    x_t        x, after the norm                                            (B, L, hidden_size)
+    d_h        head_size = recurrent_size / num_heads; the paper's is 1     ("max-headed")
+    q k v      the thirds of in_proj's rows, split into heads, all real     (B, L, heads, d_h)
+    a_t        a: magnitude and phase of each row of the state              (B, L, heads, d_h or 1)
+    sigma, f   magnitude_activation, which keeps |a_t| below 1
+    g          phase_activation
+    h_t        h = a_t h_{t-1} + k_t^T v_t, complex                         (B, L, heads, d_h, d_h)
+    h_0        state["recurrent"], zero at the start                        (B, heads, d_h, d_h)
+    y_t        Re(q_t h_t)                                                  (B, L, heads, d_h)
+    A_tj       Re(q_t (a_{j+1} ... a_t) k_j), `output_attentions=True`      (B, heads, L, L)
+
+The surrogate attention A is the same recurrence with one-hot values, v_j = e_j: what it then reads at t is the row A_t.
+So nothing is divided by a product of transitions, and padding and documents mean in A what they mean in y.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict, validated_field
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.utils.output_capturing import OutputRecorder
+
+from ..scan import linear_scan
+from .configuration import RecurrentConfig, at_least, kernel_size, positive
+from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State
+from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
+
+MAGNITUDE_ACTIVATIONS = {
+    "sigmoid": torch.sigmoid,
+    "exponential": lambda x: torch.exp(-torch.exp(x)),  # as in the LRU (arXiv 2303.06349)
+}
+PHASE_ACTIVATIONS = {
+    "identity": lambda x: x,
+    "tanh": lambda x: torch.pi * torch.tanh(x),
+}
+
+
+@strict
+class GateLoopConfig(RecurrentConfig):
+    """
+    Configuration of GateLoop: every field of `RecurrentConfig`, without convolution and expansion by default, and
+
+    Args:
+        num_heads: heads of the recurrence, which must divide `expansion * hidden_size`; None for as many as there are
+            channels, each with a single number for its state (the paper's choice). Fewer heads have larger states: a
+            head of d_h channels has d_h x d_h numbers.
+        transition: how a_t comes from x_t. "polar" (the paper): a magnitude and a phase for each of a head's d_h rows,
+            each from a linear map of its own, a = f(alpha) exp(i g(beta)). "cartesian" (the released package): one
+            complex number c for the head, a = f(|c|) exp(i g(arg c)), so that with the sigmoid |a| is at least 1/2.
+        complex_transition: False leaves the phase out (the paper's ablation): a = f(alpha), or with the sign of a real
+            c, f(|c|) sgn(c). The state is then real.
+        data_controlled: False for transitions that are parameters, the same for all tokens (as in S5, LRU and RetNet).
+        magnitude_activation: f, "sigmoid" or "exponential", exp(-exp(.)).
+        phase_activation: g, "identity" or "tanh", which keeps it within +-pi.
+        use_gate: whether a swish gate, silu(W x), multiplies the output.
+        use_sub_ln: whether a LayerNorm over all heads together comes before the gate.
+        sub_ln_eps: its epsilon.
+        post_norm: LayerNorms after each sum of the residual stream and none at its end, in place of RMSNorms before
+            each mixer and MLP.
+    """
+
+    model_type = "gateloop"
+    # WikiText-103 with GPT-2's vocabulary; Memory Horizon, whose vocab_size depends on the task's setting.
+    presets = {
+        "gateloop-wikitext103-125m": {"hidden_size": 624, "num_hidden_layers": 12, "mlp_ratio": 3},
+        "gateloop-memory-horizon": {"hidden_size": 64, "num_hidden_layers": 4, "mlp_ratio": 2},
+    }
+
+    expansion: int | float = validated_field(positive, default=1)
+    conv_kernel: int = validated_field(kernel_size, default=0)
+    num_heads: int | None = validated_field(lambda heads: None if heads is None else at_least(1)(heads), default=None)
+    transition: Literal["polar", "cartesian"] = "polar"
+    complex_transition: bool = True
+    data_controlled: bool = True
+    magnitude_activation: Literal["sigmoid", "exponential"] = "sigmoid"
+    phase_activation: Literal["identity", "tanh"] = "identity"
+    use_gate: bool = True
+    use_sub_ln: bool = False
+    sub_ln_eps: int | float = validated_field(positive, default=1e-5)
+    post_norm: bool = False
+
+    def validate_heads(self):
+        """The heads must share the channels evenly."""
+        if self.num_heads is not None and self.recurrent_size % self.num_heads:
+            raise ValueError(
+                f"num_heads must divide expansion * hidden_size = {self.recurrent_size}, got {self.num_heads}"
+            )
+
+
+def gate_loop(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    initial_state: Tensor | None = None,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    h_t = a_t h_{t-1} + k_t^T v_t and y_t = Re(q_t h_t) in each head (section 3.2).
+
+    Args:
+        q, k: (B, L, heads, d_k), real.
+        v: (B, L, heads, d_v), real.
+        a: (B, L, heads, d_k), complex or real; any of these sizes but the heads may be 1.
+        initial_state: h_{-1}, (B, heads, d_k, d_v); zero when None.
+        mask, reset: (B, L) bool, as `linear_scan` takes them.
+
+    Returns:
+        y, (B, L, heads, d_v), and the final state, (B, heads, d_k, d_v).
+    """
+    batch, _, heads, rows = k.shape
+    columns = v.shape[-1]
+    a = a.expand(-1, -1, -1, rows)
+    if columns == 1:  # each channel has its own transition: they stay side by side, as the projections put them
+        a, b = a.flatten(2), (k * v).flatten(2)
+        state_shape = (batch, heads * rows)
+    else:  # d_v columns share a transition: with the rows of all heads in the batch, it broadcasts over the columns
+        a, k = (x.permute(0, 2, 3, 1).contiguous().unsqueeze(-1) for x in (a, k))
+        a = a.expand(batch, -1, -1, -1, -1).flatten(0, 2)
+        b = (k * v.transpose(1, 2).contiguous().unsqueeze(2)).flatten(0, 2)
+        state_shape = (batch * heads * rows, columns)
+        mask, reset = (x if x is None else x.repeat_interleave(heads * rows, dim=0) for x in (mask, reset))
+    if initial_state is not None:
+        initial_state = initial_state.reshape(state_shape)
+    h, final_state = linear_scan(a, b, initial_state, mask=mask, reset=reset)
+    if h.is_complex():
+        h = h.real
+    if columns == 1:
+        h = h.unflatten(2, (heads, rows, columns))
+    else:
+        h = h.unflatten(0, (batch, heads, rows)).permute(0, 3, 1, 2, 4)
+    return (q.unsqueeze(-1) * h).sum(-2), final_state.view(batch, heads, rows, columns)
+
+
+class GateLoopMixer(nn.Module):
+    """(B, L, hidden_size) -> (B, L, hidden_size); the contract is in layers.py."""
+
+    def __init__(self, config: GateLoopConfig):
+        super().__init__()
+        self.config = config
+        size = config.recurrent_size
+        self.num_heads = config.num_heads or size
+        self.head_size = size // self.num_heads
+        self.polar = config.transition == "polar"
+        self.complex_transition = config.complex_transition
+        self.magnitude = MAGNITUDE_ACTIVATIONS[config.magnitude_activation]
+        self.phase = PHASE_ACTIVATIONS[config.phase_activation]
+        self.state_shapes = {"recurrent": (self.num_heads, self.head_size, self.head_size)}
+
+        self.conv1d = None
+        if config.conv_kernel:
+            self.conv1d = ShortConvolution(config.hidden_size, config.conv_kernel, bias=config.use_conv_bias)
+            self.state_shapes["conv"] = self.conv1d.state_shape
+        self.in_proj = nn.Linear(config.hidden_size, 3 * size, bias=config.use_bias)
+        # polar: [alpha | beta], each (heads, d_h); cartesian: (heads, 2), real and imaginary part
+        transitions = (size if self.polar else self.num_heads) * (2 if self.complex_transition else 1)
+        self.transition_proj = self.transition = None
+        if config.data_controlled:
+            self.transition_proj = nn.Linear(config.hidden_size, transitions)
+        else:
+            self.transition = nn.Parameter(torch.empty(transitions))
+        self.sub_ln = LayerNorm(size, eps=config.sub_ln_eps) if config.use_sub_ln else None
+        self.gate_proj = self.out_proj = None
+        if config.use_gate:
+            self.gate_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
+        if config.use_gate or size != config.hidden_size:
+            self.out_proj = nn.Linear(size, config.hidden_size, bias=config.use_bias)
+
+    def transitions(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """a of `gate_loop` in `dtype` or its complex counterpart; (1, 1, ...) where the data do not control it."""
+        given = self.transition[None, None] if self.transition_proj is None else self.transition_proj(x)
+        given = given.to(dtype)
+        if self.polar:
+            given = given.unflatten(-1, (-1, self.num_heads, self.head_size))
+            magnitude = self.magnitude(given[:, :, 0])
+            return torch.polar(magnitude, self.phase(given[:, :, 1])) if self.complex_transition else magnitude
+        if not self.complex_transition:
+            return self.magnitude(given.abs()).copysign(given).unsqueeze(-1)
+        c = torch.view_as_complex(given.unflatten(-1, (self.num_heads, 1, 2)))
+        return torch.polar(self.magnitude(c.abs()), self.phase(c.angle()))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State,
+        mask: Tensor | None,
+        reset: Tensor | None,
+        output_attentions: bool | None = None,
+    ) -> tuple[Tensor, State] | tuple[Tensor, State, Tensor]:
+        """With `output_attentions` (the configuration's when None) also A, (B, heads, L, L): A times v is y, but for
+        what `state` brings into it."""
+        new_state = {}
+        if self.conv1d is not None:
+            x, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
+        qkv = self.in_proj(x)
+        wide = torch.promote_types(qkv.dtype, torch.float32)
+        q, k, v = qkv.to(wide).unflatten(-1, (3, self.num_heads, self.head_size)).unbind(2)
+        a = self.transitions(x, wide)
+        y, new_state["recurrent"] = gate_loop(q, k, v, a, state.get("recurrent"), mask, reset)
+        y = y.flatten(2)
+        if self.sub_ln is not None:
+            y = self.sub_ln(y)
+        y = y.to(qkv.dtype)
+        if self.gate_proj is not None:
+            y = F.silu(self.gate_proj(x)) * y
+        if self.out_proj is not None:
+            y = self.out_proj(y)
+        if not (self.config.output_attentions if output_attentions is None else output_attentions):
+            return y, new_state
+        one_hot = torch.eye(x.shape[1], dtype=wide, device=x.device)[None, :, None]
+        attentions, _ = gate_loop(q, k, one_hot.expand(*k.shape[:3], -1), a, None, mask, reset)
+        return y, new_state, attentions.transpose(1, 2)
+
+
+class GateLoopBlock(RecurrentBlock):
+    """A `RecurrentBlock`, or with `config.post_norm` norm(x + mixer(x)), then norm(x + mlp(x))."""
+
+    def __init__(self, config: GateLoopConfig, mixer: nn.Module):
+        super().__init__(config, mixer)
+        self.post_norm = config.post_norm
+        if self.post_norm:
+            self.mixer_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+            if self.has_mlp:
+                self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        state: State,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        **mixer_kwargs,
+    ) -> tuple[Tensor, State]:
+        if not self.post_norm:
+            return super().forward(hidden_states, state, mask, reset, **mixer_kwargs)
+        dtype = self.mixer_norm.weight.dtype  # of the weights, where the residual stream is wider
+        mixed, new_state, *_ = self.mixer(hidden_states.to(dtype), state, mask, reset, **mixer_kwargs)
+        hidden_states = self.mixer_norm(hidden_states + self.dropout(mixed))
+        if self.has_mlp:
+            hidden_states = self.mlp_norm(hidden_states + self.dropout(self.mlp(hidden_states.to(dtype))))
+        return hidden_states, new_state
+
+
+class GateLoopModel(RecurrentModel):
+    """GateLoop without a head; see `RecurrentModel`. `output_attentions=True` returns each layer's A, (B, heads, L, L),
+    of the tokens of this call."""
+
+    config_class = GateLoopConfig
+    mixer_class = GateLoopMixer
+    block_class = GateLoopBlock
+    mixer_kwargs = ("output_attentions",)
+    _no_split_modules = ["GateLoopBlock"]
+    _can_record_outputs = {"hidden_states": RecurrentBlock, "attentions": OutputRecorder(GateLoopMixer, index=2)}
+
+    def __init__(self, config: GateLoopConfig):
+        super().__init__(config)
+        if config.post_norm:
+            self.norm = None
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, GateLoopMixer) and module.transition is not None:
+            init.normal_(module.transition)  # as the projections of normalised inputs are, in the data-controlled form
+
+
+class GateLoopForCausalLM(RecurrentForCausalLM):
+    """GateLoop with a language-model head; see `RecurrentForCausalLM`."""
+
+    config_class = GateLoopConfig
+    model_class = GateLoopModel
+
+
+class GateLoopForSequenceClassification(RecurrentForSequenceClassification):
+    """GateLoop with a classifier on each row's last real token; see `RecurrentForSequenceClassification`."""
+
+    config_class = GateLoopConfig
+    model_class = GateLoopModel
