@@ -140,6 +140,7 @@ class Run:
                 raise ValueError("--vocab-size belongs to a new tokenizer, but --model brings its own")
             return load_tokenizer(model_args.model)
         vocab_size = data_args.vocab_size or DEFAULT_VOCAB_SIZE
+        self._print(f"training a tokenizer of {vocab_size:,} tokens on {corpus.description}")
         return train_bpe(self._first_texts(corpus), vocab_size)
 
     def _first_texts(self, corpus: Corpus) -> Iterator[str]:

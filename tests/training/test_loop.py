@@ -20,6 +20,7 @@ from hf_recurrent import cli
 from hf_recurrent.training import arguments
 from hf_recurrent.training.data import IGNORED
 from hf_recurrent.training.loop import Run
+from hf_recurrent.training.model import families
 from hf_recurrent.training.optimizer import learning_rate_ratio, parameter_groups
 from hf_recurrent.training.tokenizer import train_bpe
 
@@ -104,6 +105,14 @@ def test_the_default_corpus_from_end_to_end(tmp_path, capsys):
     assert model.generate(**ids, max_new_tokens=3).shape[1] <= ids["input_ids"].shape[1] + 3
 
 
+def test_the_demo(tmp_path):
+    recipe = Path(__file__).parents[2] / "examples" / "demo.yaml"
+    folder = tmp_path / "demo"
+    smaller = "--max-documents 20 --hidden-size 16 --batch-size 1 --max-minutes 0.01".split()
+    assert cli.main(["train", str(recipe), *smaller, "--output-dir", str(folder)]) == 0
+    assert metrics(folder, "validation_bits_per_byte")
+
+
 def test_bits_per_byte_by_hand(train):
     folder = train("--max-steps", 3)
     tail = TEXT[int(len(TEXT) * 0.95) :].encode()
@@ -134,8 +143,10 @@ def test_what_was_saved_repeats_the_run(train, tmp_path):
     assert same(weights(folder), weights(again))
 
 
-def test_training_learns(train):
-    folder = train("--max-steps", 60, "--learning-rate", "2e-2")
+@pytest.mark.parametrize("model_type", families())
+def test_every_family_learns(train, model_type):
+    folder = train("--model-type", model_type, "--max-steps", 60, "--learning-rate", "2e-2")
+    assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == model_type
     assert metrics(folder, "validation_bits_per_byte")[-1] < 3 < metrics(folder, "validation_bits_per_byte")[0]
 
 
@@ -420,7 +431,7 @@ def test_a_model_of_another_type(text, tmp_path, capsys):
     assert "the folder has no config.json" in capsys.readouterr().err
     (other / "config.json").write_text('{"model_type": "gpt2"}')
     assert cli.main([*common, "--tokenizer", "bytes"]) == 2
-    assert "is of type 'gpt2'; this package knows mingru" in capsys.readouterr().err
+    assert "is of type 'gpt2'; this package knows " in capsys.readouterr().err
     (other / "config.json").write_text('{"model_type": "mingru"}')
     (other / "model.safetensors").write_bytes(b"broken")
     assert cli.main([*common, "--tokenizer", "bytes"]) == 2
