@@ -343,10 +343,10 @@ class S5BatchNorm(nn.Module):
             count = real.sum().clamp(min=1)
             mean = torch.where(real[..., None], x, 0).sum((0, 1)) / count
             variance = torch.where(real[..., None], x - mean, 0).square().sum((0, 1)) / count
-            share = self.momentum * real.any()  # a batch of padding has no statistics
             with torch.no_grad():
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share.to(self.running_mean.dtype))
-                self.running_var.lerp_(variance.to(self.running_var.dtype), share.to(self.running_var.dtype))
+                for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
+                    share = real.any().to(running.dtype) * self.momentum  # a batch of padding has no statistics
+                    running.lerp_(batch.to(running.dtype), share)
         return (x - mean) * (torch.rsqrt(variance + self.eps) * self.weight) + self.bias
 
 
