@@ -24,7 +24,7 @@ from torch import Tensor
 import peers
 import report
 from hf_recurrent import MinGRUConfig, MinGRUForCausalLM
-from hf_recurrent.modeling import mingru
+from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.scan import available_backends, linear_scan, mingru_scan
 from measure import machine, paired
 
@@ -187,11 +187,12 @@ def _product(hidden: Tensor, gate: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def _recurrence_as_product():
-    original, mingru.mingru_scan = mingru.mingru_scan, _product
+    original = MinGRUMixer.scan
+    MinGRUMixer.scan = staticmethod(_product)
     try:
         yield
     finally:
-        mingru.mingru_scan = original
+        MinGRUMixer.scan = staticmethod(original)
 
 
 def _matrix_products(model: torch.nn.Module, tokens: int) -> Callable[[int], None]:
