@@ -6,6 +6,10 @@ from .modeling import (
     GateLoopForCausalLM,
     GateLoopForSequenceClassification,
     GateLoopModel,
+    LonghornConfig,
+    LonghornForCausalLM,
+    LonghornForSequenceClassification,
+    LonghornModel,
     MinGRUConfig,
     MinGRUForCausalLM,
     MinGRUForSequenceClassification,
@@ -23,7 +27,7 @@ from .modeling import (
     S5ForTokenClassification,
     S5Model,
 )
-from .scan import available_backends, backend_report, linear_scan, mingru_scan, minlstm_scan
+from .scan import available_backends, backend_report, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
 
 __version__ = "0.1.0"  # a literal: pyproject.toml reads it from the source text
 
@@ -33,6 +37,10 @@ __all__ = [
     "GateLoopForCausalLM",
     "GateLoopForSequenceClassification",
     "GateLoopModel",
+    "LonghornConfig",
+    "LonghornForCausalLM",
+    "LonghornForSequenceClassification",
+    "LonghornModel",
     "MinGRUConfig",
     "MinGRUForCausalLM",
     "MinGRUForSequenceClassification",
@@ -52,6 +60,7 @@ __all__ = [
     "available_backends",
     "backend_report",
     "linear_scan",
+    "longhorn_scan",
     "mingru_scan",
     "minlstm_scan",
 ]

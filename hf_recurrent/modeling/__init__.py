@@ -11,6 +11,7 @@ from transformers import (
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig
 from .gateloop import GateLoopConfig, GateLoopForCausalLM, GateLoopForSequenceClassification, GateLoopModel
+from .longhorn import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
 from .mingru import MinGRUConfig, MinGRUForCausalLM, MinGRUForSequenceClassification, MinGRUModel
 from .minlstm import MinLSTMConfig, MinLSTMForCausalLM, MinLSTMForSequenceClassification, MinLSTMModel
 from .s5 import (
@@ -28,6 +29,11 @@ FAMILIES = {
         AutoModel: GateLoopModel,
         AutoModelForCausalLM: GateLoopForCausalLM,
         AutoModelForSequenceClassification: GateLoopForSequenceClassification,
+    },
+    LonghornConfig: {
+        AutoModel: LonghornModel,
+        AutoModelForCausalLM: LonghornForCausalLM,
+        AutoModelForSequenceClassification: LonghornForSequenceClassification,
     },
     MinGRUConfig: {
         AutoModel: MinGRUModel,
@@ -61,6 +67,10 @@ __all__ = [
     "GateLoopForCausalLM",
     "GateLoopForSequenceClassification",
     "GateLoopModel",
+    "LonghornConfig",
+    "LonghornForCausalLM",
+    "LonghornForSequenceClassification",
+    "LonghornModel",
     "MinGRUConfig",
     "MinGRUForCausalLM",
     "MinGRUForSequenceClassification",

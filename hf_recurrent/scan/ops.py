@@ -404,7 +404,8 @@ def _check_real_and_alike(**inputs: Tensor) -> None:
     for name, x in inputs.items():
         if isinstance(x, Tensor) and x.is_complex():
             raise TypeError(f"{name} must be real, got {x.dtype}")
-    shapes = [tuple(x.shape) for x in inputs.values()]
-    if len(set(shapes)) > 1:
+    first, *others = inputs.values()
+    if any(x.shape != first.shape for x in others):
         *names, last = inputs
-        raise ValueError(f"{', '.join(names)} and {last} must have one shape, got {', '.join(map(str, shapes))}")
+        shapes = ", ".join(str(tuple(x.shape)) for x in inputs.values())
+        raise ValueError(f"{', '.join(names)} and {last} must have one shape, got {shapes}")

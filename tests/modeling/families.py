@@ -13,6 +13,7 @@ FAMILIES = {
         {"num_heads": 2, "use_sub_ln": True, "post_norm": True},
         {"transition": "cartesian", "complex_transition": False, "data_controlled": False, "use_gate": False},
     ],
+    hf_recurrent.LonghornConfig: [{"state_size": 4}, {"state_size": 3, "dt_rank": 2}],
     hf_recurrent.MinGRUConfig: [{"candidate": "positive"}, {"candidate": "vanilla"}],
     hf_recurrent.MinLSTMConfig: [{"candidate": "positive"}, {"candidate": "vanilla"}],
     hf_recurrent.S5Config: [
