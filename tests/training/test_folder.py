@@ -36,7 +36,9 @@ def checkpoint(folder, step, keep=2):
 
 def test_a_failing_save_leaves_the_earlier_files(run):
     before = tree(run.path)
-    with pytest.raises(OSError, match="cannot save .*run: no space .*MiB are free on that disk.; what was saved before is untouched"):
+    with pytest.raises(
+        OSError, match="cannot save .*run: no space .*MiB are free on that disk.; what was saved before is untouched"
+    ):
         with run.publish() as temporary:
             (temporary / "config.json").write_text("second")
             raise RuntimeError("no space\nat line 3")
