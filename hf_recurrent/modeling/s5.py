@@ -339,15 +339,19 @@ class S5BatchNorm(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         mean, variance = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
         if self.training:
-            real = x.new_ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
-            count = real.sum().clamp(min=1)
-            mean = torch.where(real[..., None], x, 0).sum((0, 1)) / count
-            variance = torch.where(real[..., None], x - mean, 0).square().sum((0, 1)) / count
+            share = self.momentum
+            if mask is None:
+                variance, mean = torch.var_mean(x, (0, 1), correction=0)
+            else:
+                count = mask.sum().clamp(min=1)
+                mean = torch.where(mask[..., None], x, 0).sum((0, 1)) / count
+                variance = torch.where(mask[..., None], x - mean, 0).square().sum((0, 1)) / count
+                share = share * mask.any().to(self.running_mean.dtype)  # a batch of padding has no statistics
             with torch.no_grad():
-                for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
-                    share = real.any().to(running.dtype) * self.momentum  # a batch of padding has no statistics
-                    running.lerp_(batch.to(running.dtype), share)
-        return (x - mean) * (torch.rsqrt(variance + self.eps) * self.weight) + self.bias
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+                self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+        scale = torch.rsqrt(variance + self.eps) * self.weight
+        return torch.addcmul(self.bias - mean * scale, x, scale)
 
 
 def _norm(config: S5Config) -> nn.Module:
