@@ -4,9 +4,10 @@
     x_t        x, after the norm                                            (B, L, hidden_size)
     d_h        head_size = recurrent_size / num_heads; the paper's is 1     ("max-headed")
     q k v      the thirds of in_proj's rows, split into heads, all real     (B, L, heads, d_h)
-    a_t        a: magnitude and phase of each row of the state              (B, L, heads, d_h or 1)
-    sigma, f   magnitude_activation, which keeps |a_t| below 1
-    g          phase_activation
+    alpha_t    magnitude before f, the first half of transition_proj's rows (B, L, heads, d_h)
+    beta_t     phase before g, the second half                              (B, L, heads, d_h)
+    f, g       magnitude_activation, which keeps |a_t| to at most 1; phase_activation
+    a_t        a = f(alpha_t) exp(i g(beta_t)), one for each row of h       (B, L, heads, d_h or 1)
     h_t        h = a_t h_{t-1} + k_t^T v_t, complex                         (B, L, heads, d_h, d_h)
     h_0        state["recurrent"], zero at the start                        (B, heads, d_h, d_h)
     y_t        Re(q_t h_t)                                                  (B, L, heads, d_h)
