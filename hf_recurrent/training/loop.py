@@ -77,7 +77,7 @@ def train(model_args: ModelArguments, data_args: DataArguments, train_args: Trai
 
     Raises:
         ValueError, OSError: arguments, data or a folder that cannot be used; nothing has been left half-written.
-        FloatingPointError: the loss is no longer finite.
+        FloatingPointError: the loss or the weights are no longer finite; no such weights are saved.
     """
     return Run(model_args, data_args, train_args).train()
 
@@ -353,6 +353,7 @@ class Run:
         step, path = self.state.step, self.folder.checkpoint(self.state.step)
         if path.exists():
             return
+        self._check_weights()
         temporary = self.folder.unfinished_checkpoint(step)
         main = self.accelerator.is_main_process
         with saving(path):
@@ -383,6 +384,7 @@ class Run:
 
     def save_model(self) -> None:
         """Put the model and its tokenizer into the output folder, as `from_pretrained` reads them."""
+        self._check_weights()
         state_dict = self.accelerator.get_state_dict(self.model)
         if self.accelerator.is_main_process:
             model = self.accelerator.unwrap_model(self.model)
@@ -473,10 +475,19 @@ class Run:
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss} at step {self.state.step}: "
-                f"try a --learning-rate smaller than {self.args.learning_rate}"
-            )
+            raise self._diverged(f"the loss is {loss}")
+
+    def _check_weights(self) -> None:
+        """Raise rather than let a model that has broken down take the place of one that was saved before."""
+        finite = [parameter.isfinite().all() for parameter in self.model.parameters()]
+        broken = (~torch.stack(finite)).sum()
+        if self.accelerator.reduce(broken, "sum").item():
+            raise self._diverged("the weights are no longer finite")
+
+    def _diverged(self, what: str) -> FloatingPointError:
+        return FloatingPointError(
+            f"{what} at step {self.state.step}: try a --learning-rate smaller than {self.args.learning_rate}"
+        )
 
     def _bar(self) -> tqdm:
         """A bar over whichever budget is expected to run out first: a run with a time limit counts seconds."""

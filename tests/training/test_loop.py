@@ -376,6 +376,21 @@ def test_a_disk_that_fills_up(tmp_path, text, train, limit):
     assert {path.name for path in tmp_path.iterdir()} == {"run", "text.txt"}
 
 
+def test_weights_that_are_not_finite_replace_nothing(train, capsys):
+    common = ("--warmup-steps", 0, "--max-grad-norm", 0, "--log-steps", 100)
+    diverging = (*common, "--learning-rate", "1e30", "--max-steps", 40, "--save-steps")
+    run = train(*common, "--max-steps", 2)
+    before = weights(run)
+    train(*diverging, 20, "--overwrite", status=2)
+    assert "the weights are no longer finite at step 20" in capsys.readouterr().err
+    assert same(weights(run), before)
+
+    # Checkpoints of the run's own beginning stay, and none after it has broken down is written.
+    run = train(*diverging, 1, "--keep-checkpoints", 1, name="other", status=2)
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    assert all(weight.isfinite().all() for weight in torch.load(checkpoint / "pytorch_model.bin").values())
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
