@@ -148,6 +148,8 @@ def _number(kind: type, low: float, high: float = float("inf")):
 
 def generate(argv: list[str]) -> int:
     args = _generate_parser().parse(argv)
+    if args.prompt != args.prompt.encode("utf-8", "ignore").decode("utf-8"):
+        raise CommandLineError(f"--prompt {args.prompt!r}: not UTF-8 text")
     temperature = (0.8 if args.num_beams == 1 else 0.0) if args.temperature is None else args.temperature
     if args.stream and args.num_beams > 1:
         raise CommandLineError("--stream cannot be combined with --num-beams: beams are known at the end")

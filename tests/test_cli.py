@@ -143,6 +143,7 @@ def test_streaming_prints_the_same(run, model):
     ("flags", "message"),
     [
         (["--prompt", ""], "--prompt '' tokenises to nothing: give at least one character"),
+        (["--prompt", "a\udcff"], "--prompt 'a\\udcff': not UTF-8 text"),
         (["--prompt", "a", "--temperature", -1], "--temperature: must be at least 0, got -1"),
         (["--prompt", "a", "--top-p", 2], "--top-p: must be between 0 and 1, got 2"),
         (["--prompt", "a", "--max-new-tokens", 0], "--max-new-tokens: must be at least 1, got 0"),
