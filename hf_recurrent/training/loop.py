@@ -207,7 +207,7 @@ class Run:
             stream = self.rows.stream
             lines[0] += f": {len(stream.tokens):,} tokens in {len(stream.starts):,} documents to train on"
         if self.validation is not None:
-            lines[0] += f", {self.validation.targets:,} in {self.validation.documents:,} to validate on"
+            lines[0] += f", {self.validation.targets:,} tokens in {self.validation.documents:,} to validate on"
         lines.append(f"tokenizer   {len(self.tokenizer):,} tokens")
         kind = self.accelerator.unwrap_model(self.model).config.model_type
         lines.append(f"model       {kind}, {parameters:,} parameters, on {self.accelerator.device.type}")

@@ -69,6 +69,7 @@ def plot_loss(metrics: list[dict], references: Baselines | None, title: str, pat
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     # A figure of its own, away from pyplot's global state and whatever backend the user has chosen.
     figure = Figure(figsize=(8, 4.8), layout="constrained")
@@ -80,7 +81,9 @@ def plot_loss(metrics: list[dict], references: Baselines | None, title: str, pat
     if len(train):
         axes.plot(*train.T, color="#4c78a8", alpha=0.3, linewidth=0.8)
         smoothed = smooth(train[:, 1], max(1, len(train) // 25))
-        axes.plot(train[:, 0], smoothed, color="#4c78a8", label="training (smoothed)")
+        # One point makes no line.
+        marker = "o" if len(train) == 1 else None
+        axes.plot(train[:, 0], smoothed, color="#4c78a8", marker=marker, markersize=3.5, label="training (smoothed)")
     if len(validation):
         label = f"validation: {validation[-1, 1]:.2f}"
         if references is not None:
@@ -98,6 +101,7 @@ def plot_loss(metrics: list[dict], references: Baselines | None, title: str, pat
         right = axes.secondary_yaxis("right", functions=(references.bits_per_byte, references.nats_per_token))
         right.set_ylabel("bits per byte")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.01)
     axes.grid(alpha=0.25)
     axes.spines["top"].set_visible(False)
