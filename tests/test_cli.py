@@ -147,6 +147,7 @@ def test_streaming_prints_the_same(run, model):
         (["--prompt", "a", "--temperature", -1], "--temperature: must be at least 0, got -1"),
         (["--prompt", "a", "--top-p", 2], "--top-p: must be between 0 and 1, got 2"),
         (["--prompt", "a", "--max-new-tokens", 0], "--max-new-tokens: must be at least 1, got 0"),
+        (["--prompt", "a", "--seed", 2**32], "--seed: must be between 0 and 4294967295, got 4294967296"),
         (["--prompt", "a", "--num-beams", "x"], "--num-beams: invalid int value: 'x'"),
         (["--prompt", "a", "--num-beams", 2, "--stream"], "--stream cannot be combined with --num-beams"),
     ],
