@@ -126,7 +126,7 @@ examples:
     )
     add("--top-k", type=_number(int, 0), default=0, metavar="K", help="sample from the K likeliest tokens; 0 from all")
     add("--num-beams", type=_number(int, 1), default=1, metavar="N", help="beams of a beam search; 1 does without")
-    add("--seed", type=_number(int, 0, 2**32 - 1), metavar="N", help="seed of the sampling (default: another one each time)")
+    add("--seed", type=_number(int, 0, 2**32 - 1), metavar="N", help="seed of the sampling (default: a new one)")
     add("--stream", action="store_true", help="print the tokens as they come")
     add("--cpu", action="store_true", help="generate on the CPU even where there is a GPU")
     return parser
