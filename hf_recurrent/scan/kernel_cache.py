@@ -57,13 +57,15 @@ def cached_file(stem: str, suffix: str, identity: list[str], make: Callable[[Pat
         BackendUnavailable: the cache folder cannot be written. Whatever `make` raises.
     """
     folder = cache_folder()
+    key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:20]
+    path = folder / f"{stem}-{key}{suffix}"
+    if _intact(path):  # also in a folder that was filled before it became read-only
+        return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise BackendUnavailable(f"the cache folder {folder} cannot be written: {error.strerror}") from error
-    key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:20]
-    path = folder / f"{stem}-{key}{suffix}"
     with FileLock(path.with_suffix(".lock")):
         if _intact(path):
             return path

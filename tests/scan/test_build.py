@@ -1,5 +1,6 @@
 """The CPU kernels' way from sources to a library: cached, rebuilt, safe among processes, explained when it fails."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -121,6 +122,21 @@ def test_cache_folder_that_cannot_be_written(tmp_path):
     _, report, *messages = python(SCAN, environment(tmp_path / "file" / "cache"))
     assert "cannot be written: Not a directory" in report
     assert len(messages) == 1
+
+
+def test_cache_folder_that_became_read_only(fresh, monkeypatch):
+    """As in a container image whose cache was filled when it was made."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    library = cpu._build()
+    monkeypatch.setattr(kernel_cache.tempfile, "TemporaryFile", refuse)  # root may write whatever the mode says
+    monkeypatch.setattr(kernel_cache, "FileLock", refuse)
+    assert cpu._build() == library
+    library.unlink()
+    with pytest.raises(kernel_cache.BackendUnavailable, match="cannot be written: Read-only file system"):
+        cpu._build()
 
 
 def test_damaged_library_is_built_again(fresh):
