@@ -1,5 +1,7 @@
 """Every backend, cell, dtype and gradient against the float64 loop."""
 
+import math
+
 import pytest
 import torch
 from oracle import (
@@ -156,6 +158,16 @@ def test_minlstm_at_extreme_gates(backend, positive):
     hidden = random(*forget.shape, dtype=torch.float32)
     state = random(1, forget.shape[2], dtype=torch.float32)
     compare(minlstm_positive if positive else minlstm_vanilla, (hidden, forget, input), state, backend=backend)
+    # A gate of -inf is shut, so that the other one decides.
+    shut, open_ = torch.full((1, 1, 4), -math.inf), torch.full((1, 1, 4), -2.0)
+    hidden, state = hidden[:, :1, :4], state[:, :4]
+    candidate = torch.where(hidden >= 0, hidden + 0.5, hidden.sigmoid()) if positive else hidden
+    for forget, input, want in ((open_, shut, state), (shut, open_, candidate[:, 0])):
+        gates = [forget.clone().requires_grad_(), input.clone().requires_grad_()]
+        h, _ = minlstm_scan(hidden, *gates, state, positive=positive, backend=backend)
+        torch.testing.assert_close(h[:, 0], want)
+        for grad in torch.autograd.grad(h.sum(), gates):
+            torch.testing.assert_close(grad, torch.zeros_like(grad))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -74,6 +74,9 @@ struct MinLSTMCell {
   static constexpr bool first_may_be_constant = false;
 
   HFR_INLINE static void weights(T forget, T input, T& a, T& b, T& forget_shut, T& input_shut) {
+    // A gate of -inf as the most negative number, so that the differences below stay defined.
+    forget = forget < T(-3e38) ? T(-3e38) : forget;
+    input = input < T(-3e38) ? T(-3e38) : input;
     T least = forget < input ? forget : input;
     T largest = least < T(0) ? -least : T(0);
     T one = exponential(-largest);
