@@ -221,6 +221,33 @@ def test_reset_is_a_new_sequence(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_reset_stops_what_is_not_finite(backend, reverse, bad):
+    """A document that overflowed spoils neither the outputs nor the gradients of the others in its row."""
+    a, b = coefficients(1, 30, 3, dtype=torch.float64), random(1, 30, 3, dtype=torch.float64)
+    b[0, 12] = bad
+    a.requires_grad_()
+    reset = torch.zeros(1, 30, dtype=torch.bool)
+    reset[0, [10, 17]] = True
+    state = random(1, 3, dtype=torch.float64)
+    h, final = linear_scan(a, b, state, reset=reset, reverse=reverse, backend=backend)
+    parts = [slice(0, 10), slice(17, 30)]
+    given = [None, state] if reverse else [state, None]
+    want = [
+        linear_scan(a[:, p], b[:, p], s, reverse=reverse, backend=backend) for p, s in zip(parts, given, strict=True)
+    ]
+    for part, (h_part, _) in zip(parts, want, strict=True):
+        torch.testing.assert_close(h[:, part], h_part)
+    torch.testing.assert_close(final, want[0 if reverse else 1][1])
+    weights = random(1, 30, 3, dtype=torch.float64)
+    grad = torch.autograd.grad((h * weights).sum(), a)[0]
+    for part, (h_part, _) in zip(parts, want, strict=True):
+        grad_part = torch.autograd.grad((h_part * weights[:, part]).sum(), a)[0]
+        torch.testing.assert_close(grad[:, part], grad_part[:, part])
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize("shape", [(2, 0, 3), (0, 4, 3), (2, 4, 0)], ids=str)
 def test_empty(backend, shape):
     a, b = torch.rand(shape, requires_grad=True), torch.rand(shape, requires_grad=True)
