@@ -87,7 +87,7 @@ def _plain_backward(x, dt, k, q, initial_state, flags, grad_o, grad_final, rever
     for part in parts:
         states.append(state)
         state = _plain_chunk(part, x, dt, k, state, flags, reverse)[2]
-    carry = grad_final.flatten(1)
+    carry = grad_final.flatten(1).clone()
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, k, q)]
     grad_x, grad_dt, grad_k, grad_q = grads
     for part, state in zip(parts[::-1], states[::-1], strict=True):
@@ -173,7 +173,7 @@ def _(x, dt, k, q, initial_state, flags, reverse, backend):
         state = torch.zeros(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[x.dtype])
     else:
         state = initial_state.clone(memory_format=torch.contiguous_format)
-    if o.numel() and state.numel():
+    if o.numel():
         _run(False, x, dt, k, q, state, flags, reverse, _pieces(x), o=o.data_ptr())
     return o, state
 
@@ -187,7 +187,7 @@ def _(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse, backend):
     pieces = _pieces(x)
     # Each piece sums over its own channels, in a fixed order, and the pieces are summed here: the same at every run.
     grad_k, grad_q = torch.zeros(2, x.shape[0], pieces, *k.shape[1:], dtype=state.dtype)
-    if x.numel() and state.numel():
+    if x.numel():
         initial = None if initial_state is None else initial_state.contiguous()
         _run(
             True,

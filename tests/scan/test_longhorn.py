@@ -63,6 +63,22 @@ def test_options(backend, with_reset, with_mask, reverse, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(2, 5, 3, 0), (2, 5, 0, 4), (2, 0, 3, 4), (0, 5, 3, 4)], ids=str)
+def test_empty(backend, shape):
+    """No state reads as zero, and gives no gradient; no position hands the state on."""
+    *inputs, state = inputs_for(*shape, torch.float32)
+    inputs = [x.requires_grad_() for x in (*inputs, state)]
+    o, final = longhorn_scan(*inputs, backend=backend)
+    torch.testing.assert_close(o, torch.zeros_like(inputs[0]))
+    *grads, grad_state = torch.autograd.grad(o.sum() + final.sum(), inputs)
+    for grad, x in zip(grads, inputs[:4], strict=True):
+        torch.testing.assert_close(grad, torch.zeros_like(x))
+    if shape[1] == 0:
+        torch.testing.assert_close(final, inputs[4])
+        torch.testing.assert_close(grad_state, torch.ones_like(grad_state))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradcheck(backend):
     mask, reset = mask_and_reset(2, 5)
     inputs = [x.requires_grad_() for x in inputs_for(2, 5, 3, 2, torch.float64)]
