@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import chunked, cpu
-from .ops import check_mask, check_tensor, choose_backend, step_flags
+from .ops import check_mask, check_tensor, choose_backend, refuse_forward_mode, step_flags
 from .reference import STATE_DTYPES, linear_scan_loop
 
 CHUNK_ELEMENTS = 1 << 20  # states that the plain form materialises at once: 4 MiB in float32
@@ -314,5 +314,6 @@ def longhorn_scan(
     if backend == "reference":
         o, state = _loop(x, dt, k, q, initial_state, mask, reset, reverse)
         return o.to(dtype), state
+    refuse_forward_mode(x, dt, k, q, initial_state)
     flags = step_flags(mask, reset, reverse)
     return torch.ops.hf_recurrent.longhorn(x, dt, k, q, initial_state, flags, reverse, backend)

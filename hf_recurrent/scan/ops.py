@@ -142,6 +142,16 @@ torch.library.register_autograd("hf_recurrent::scan", _backward, setup_context=_
 torch.library.register_autograd("hf_recurrent::scan_backward", _no_double_backward)
 
 
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """PyTorch drops the tangents of what enters an operator without a rule for them, and says nothing."""
+    if torch.compiler.is_compiling():
+        return
+    if any(x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "the compiled and chunked scans have no forward-mode derivative; backend='reference' has one"
+        )
+
+
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
@@ -284,6 +294,7 @@ def scan(
         a, b = cell.coefficients(*tensors)
         h, final_state = linear_scan_loop(a, b, initial_state, mask, reset, reverse)
         return h.to(dtype), final_state
+    refuse_forward_mode(*tensors, initial_state)
     flags = step_flags(mask, reset, reverse)
     if backend == "chunked":
         a, b = cell.coefficients(*tensors)

@@ -79,6 +79,13 @@ def test_empty(backend, shape):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_forward_mode_says_no(backend):
+    inputs = tuple(inputs_for(1, 4, 3, 2, torch.float32))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda *x: longhorn_scan(*x, backend=backend)[0], inputs, inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradcheck(backend):
     mask, reset = mask_and_reset(2, 5)
     inputs = [x.requires_grad_() for x in inputs_for(2, 5, 3, 2, torch.float64)]

@@ -262,6 +262,17 @@ def test_empty(backend, shape):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_forward_mode_says_no(backend):
+    """Instead of tangents of zero."""
+    x = torch.rand(1, 5, 2), torch.rand(1, 5, 2)
+    with pytest.raises(NotImplementedError, match="backend='reference' has one"):
+        torch.func.jvp(lambda *x: linear_scan(*x, backend=backend)[0], x, x)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        linear_scan(*x, torch.autograd.forward_ad.make_dual(torch.rand(1, 2), torch.ones(1, 2)), backend=backend)
+    assert torch.func.jvp(lambda *x: linear_scan(*x, backend="reference")[0], x, x)[1].all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_repeats_bitwise(backend):
     a, b = coefficients(3, 500, 70, dtype=torch.float32), random(3, 500, 70, dtype=torch.float32)
     runs = []
