@@ -65,7 +65,9 @@ def cached_file(stem: str, suffix: str, identity: list[str], make: Callable[[Pat
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise BackendUnavailable(f"the cache folder {folder} cannot be written: {error.strerror}") from error
+        raise BackendUnavailable(
+            f"the cache folder {folder} cannot be written: {error.strerror} ($HF_RECURRENT_CACHE names another)"
+        ) from error
     with FileLock(path.with_suffix(".lock")):
         if _intact(path):
             return path

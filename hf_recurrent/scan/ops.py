@@ -172,7 +172,7 @@ def _warn_once(message: str) -> None:
 
 
 ADVICE = {
-    "cpu": "A working C++ compiler (g++ or clang++) brings the fast CPU kernels.",
+    "cpu": "With that mended, a C++ compiler (g++ or clang++) makes the fast CPU kernels at first use.",
     "cuda": "pip install 'hf-recurrent[cuda]' brings the fast CUDA kernels.",
 }
 
