@@ -101,6 +101,13 @@ def document_starts(
                 f"cu_seq_lens_q must have one dimension, for a single row of packed documents, got the shape "
                 f"{tuple(cu_seq_lens.shape)} with {batch} rows"
             )
+        if cu_seq_lens.is_floating_point() or len(cu_seq_lens) < 2:
+            raise ValueError(
+                f"cu_seq_lens_q must be integers, at least 2 of them, got {cu_seq_lens.dtype} of the shape "
+                f"{tuple(cu_seq_lens.shape)}"
+            )
+        if not is_tracing(cu_seq_lens) and (cu_seq_lens.diff() < 0).any():
+            raise ValueError(f"cu_seq_lens_q must not fall, got {cu_seq_lens.tolist()}")
         if not is_tracing(cu_seq_lens) and (cu_seq_lens[0] != 0 or cu_seq_lens[-1] != length):
             raise ValueError(
                 f"cu_seq_lens_q must run from 0 to the row's length {length}, got {cu_seq_lens[0]} to {cu_seq_lens[-1]}"

@@ -86,6 +86,10 @@ def test_the_mask_may_cover_the_past_too(config):
     [
         ([0, 3], "must run from 0 to the row's length 5, got 0 to 3"),
         ([1, 5], "must run from 0 to the row's length 5, got 1 to 5"),
+        ([0, 4, 2, 5], r"must not fall, got \[0, 4, 2, 5\]"),
+        ([0.0, 2.5, 5.0], "must be integers, at least 2 of them, got torch.float32"),
+        ([], "must be integers, at least 2 of them"),
+        ([5], "must be integers, at least 2 of them"),
         ([[0, 5]], r"must have one dimension, .* got the shape \(1, 2\)"),
     ],
 )
