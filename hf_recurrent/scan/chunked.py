@@ -3,8 +3,8 @@
 Time is cut into about sqrt(L) chunks of about sqrt(L) positions. All chunks are walked at once, first to get each one's
 affine summary (the product of its coefficients, its last state from zero), then, from the states that the summaries
 carry from chunk to chunk, to write the outputs: about 3 sqrt(L) steps of whole-tensor operations, no divisions and no
-logarithms, so any coefficients (zero, negative, complex, above one) are as exact as in the loop, unless the product of a
-chunk's coefficients overflows.
+logarithms, so any coefficients (zero, negative, complex, above one) are as exact as in the loop, unless the product of
+a chunk's coefficients overflows.
 """
 
 import math
