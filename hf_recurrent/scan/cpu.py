@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import kernel_cache
+from .buffers import new_grads, new_outputs, summed_to_inputs
 from .kernel_cache import BackendUnavailable, cached_file, source_identity
-from .reference import STATE_DTYPES
 
 TORCH = Path(torch.__file__).parent
 CELLS = {"linear": 0, "mingru_vanilla": 1, "mingru_positive": 2, "minlstm_vanilla": 3, "minlstm_positive": 4}
@@ -185,12 +185,7 @@ def forward(
     cell: str, inputs: list[Tensor], initial_state: Tensor | None, flags: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """h (B, L, D) and the final state (B, D). `inputs` broadcast to the last one's shape, all of one dtype."""
-    shape, dtype = inputs[-1].shape, inputs[-1].dtype
-    h = torch.empty(shape, dtype=dtype)
-    if initial_state is None:
-        state = torch.zeros(shape[0], shape[2], dtype=STATE_DTYPES[dtype])
-    else:
-        state = initial_state.clone(memory_format=torch.contiguous_format)
+    h, state = new_outputs(inputs[-1], initial_state)
     if h.numel():
         _run(cell, False, inputs, h, state, reverse=reverse, flags=pointer(flags))
     return h, state
@@ -208,12 +203,7 @@ def backward(
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the inputs (each of its own shape) and of the initial state."""
     state = grad_final.clone(memory_format=torch.contiguous_format)
-    first = inputs[0]
-    # A coefficient that is constant over time, the common broadcast, is summed inside the kernel; the others after it.
-    sum_first = first.shape[1] == 1 and h.shape[1] > 1
-    grads = [torch.empty(h.shape, dtype=h.dtype) for _ in inputs]
-    if sum_first:
-        grads[0] = torch.zeros(h.shape[0], 1, h.shape[2], dtype=state.dtype)
+    grads, sum_first = new_grads(inputs, h)
     if h.numel():
         initial = None if initial_state is None else initial_state.contiguous()
         _run(
@@ -229,4 +219,4 @@ def backward(
             initial=pointer(initial),
             grad_inputs=(ctypes.c_void_p * MAX_INPUTS)(*(g.data_ptr() for g in grads)),
         )
-    return [g.sum_to_size(x.shape).to(x.dtype) for g, x in zip(grads, inputs, strict=True)], state
+    return summed_to_inputs(grads, inputs), state

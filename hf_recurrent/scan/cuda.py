@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from . import kernel_cache
+from .buffers import new_grads, new_outputs, summed_to_inputs
 from .kernel_cache import BackendUnavailable, cached_file, source_identity
-from .reference import STATE_DTYPES
 
 CELLS = {
     "linear": "LinearCell<State>",
@@ -129,12 +129,7 @@ def forward(
     cell: str, inputs: list[Tensor], initial_state: Tensor | None, flags: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """h (B, L, D) and the final state (B, D). `inputs` broadcast to the last one's shape, all of one dtype."""
-    last = inputs[-1]
-    h = torch.empty(last.shape, dtype=last.dtype, device=last.device)
-    if initial_state is None:
-        state = torch.zeros(last.shape[0], last.shape[2], dtype=STATE_DTYPES[last.dtype], device=last.device)
-    else:
-        state = initial_state.clone(memory_format=torch.contiguous_format)
+    h, state = new_outputs(inputs[-1], initial_state)
     if h.numel():
         with torch.cuda.device(h.device):
             kernel, _ = _kernels(cell, h.dtype, h.device.index)
@@ -155,11 +150,7 @@ def backward(
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the inputs (each of its own shape) and of the initial state."""
     state = grad_final.clone(memory_format=torch.contiguous_format)
-    # A coefficient that is constant over time, the common broadcast, is summed inside the kernel; the others after it.
-    sum_first = inputs[0].shape[1] == 1 and h.shape[1] > 1
-    grads = [torch.empty_like(h) for _ in inputs]
-    if sum_first:
-        grads[0] = torch.zeros(h.shape[0], 1, h.shape[2], dtype=state.dtype, device=h.device)
+    grads, sum_first = new_grads(inputs, h)
     if h.numel():
         initial = None if initial_state is None else initial_state.contiguous()
         with torch.cuda.device(h.device):
@@ -178,4 +169,4 @@ def backward(
                 *(g.data_ptr() for g in grads[1:]),
                 *[0] * (MAX_INPUTS - len(grads)),
             )
-    return [g.sum_to_size(x.shape).to(x.dtype) for g, x in zip(grads, inputs, strict=True)], state
+    return summed_to_inputs(grads, inputs), state

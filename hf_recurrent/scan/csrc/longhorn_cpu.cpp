@@ -14,8 +14,6 @@ using namespace hfr;
 
 constexpr int kWidth = 64;  // channels of a block: at m = 16 their states take 4 KiB
 
-enum Flags : uint8_t { kMasked = 1, kDrop = 2 };  // as in scan_cpu.cpp
-
 struct Tensor {
   char* data;
   int64_t stride[3];  // in elements: batch, length, channels

@@ -35,6 +35,10 @@ HFR_INLINE unsigned int bits_from_float(float value) {
 #endif
 }
 
+// What happens at a position besides the cell (one byte per row and position, made by hf_recurrent.scan.ops):
+// padding, which the state passes through; the state before it is zero.
+enum Flags : unsigned char { kMasked = 1, kDrop = 2 };
+
 // ---- complex numbers ------------------------------------------------------------------------------------------------
 
 template <class T>

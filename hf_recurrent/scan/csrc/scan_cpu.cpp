@@ -18,9 +18,6 @@ using namespace hfr;
 constexpr int kMaxInputs = 3;
 constexpr int64_t kBlock = 2048;  // channels a thread takes at once: their float32 state is a quarter of a 32 KiB L1 cache
 
-// What happens at a position besides the cell (one byte per row and position, made by hf_recurrent.scan.ops).
-enum Flags : uint8_t { kMasked = 1, kDrop = 2 };  // padding: the state passes through | the state before it is zero
-
 // Strides count elements, in the order batch, length, channels.
 struct Tensor {
   char* data;

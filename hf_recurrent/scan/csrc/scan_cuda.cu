@@ -13,7 +13,6 @@ typedef Cell::State State;
 typedef long long Index;
 
 constexpr int kTile = 8;  // positions whose loads are in flight together
-constexpr int kMasked = 1, kDrop = 2;  // as in scan_cpu.cpp
 
 constexpr int kInputs = Cell::inputs;
 
