@@ -21,13 +21,15 @@ from .kernel_cache import BackendUnavailable, cached_file, source_identity
 TORCH = Path(torch.__file__).parent
 CELLS = {"linear": 0, "mingru_vanilla": 1, "mingru_positive": 2, "minlstm_vanilla": 3, "minlstm_positive": 4}
 MAX_INPUTS = 3
-TYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.complex64: 4,
-    torch.complex128: 5,
+# What the C++ sources call each dtype. A library holds the kernels of one: compiling them all would take most of ten
+# seconds at first use, one takes two or less.
+STORAGES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "BFloat16",
+    torch.float16: "Float16",
+    torch.complex64: "Complex<float>",
+    torch.complex128: "Complex<double>",
 }
 COMPILE_SECONDS = 300
 ELEMENTS_PER_THREAD = 16384  # below this a second thread costs more than it brings
@@ -76,6 +78,8 @@ def _flag_sets() -> list[list[str]]:
     """Flags to try in turn: everything, then without OpenMP threads, then without this CPU's own instructions."""
     base = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
     native = ["-march=native"]
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        native += ["-mprefer-vector-width=512"]  # compilers hold AVX-512 back to 256 bits, for older cores' clocks
     # PyTorch brings its own OpenMP runtime. Linking to that one keeps a single pool of threads in the process: two of
     # them would wait for each other's cores. Named before the compiler's own, it is the only one needed.
     runtimes = [str(path) for folder in ("lib", "../torch.libs") for path in TORCH.glob(f"{folder}/libgomp*.so*")]
@@ -91,20 +95,22 @@ def _cpu_features() -> str:
     return platform.processor()
 
 
-def _build(stem: str = "scan_cpu") -> Path:
-    """The path of the library compiled from csrc/`stem`.cpp; compiles it where the cache does not hold it."""
+def _build(stem: str = "scan_cpu", dtype: torch.dtype = torch.float32) -> Path:
+    """The path of the library compiled from csrc/`stem`.cpp for `dtype`; compiles it where the cache lacks it."""
     compiler = _compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    storage = f"-DHFR_STORAGE={STORAGES[dtype]}"
+    source = kernel_cache.SOURCES / f"{stem}.cpp"
     identity = [platform.machine(), _cpu_features(), *compiler, version.stdout, *source_identity(".h", ".cpp"), stem]
     message = ""
     for flags in _flag_sets():
 
         def compile_to(path: Path, flags: list[str] = flags) -> None:
-            command = [*compiler, "-o", str(path), str(kernel_cache.SOURCES / f"{stem}.cpp"), *flags]
+            command = [*compiler, storage, "-o", str(path), str(source), *flags]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
 
         try:
-            return cached_file(stem, ".so", identity + flags, compile_to)
+            return cached_file(stem, ".so", [*identity, storage, *flags], compile_to)
         except subprocess.CalledProcessError as error:
             message = next((s for s in error.stderr.splitlines() if "error" in s), error.stderr.strip())
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -113,10 +119,13 @@ def _build(stem: str = "scan_cpu") -> Path:
 
 
 @functools.cache
-def _load(stem: str, entry: str, problem: type[ctypes.Structure]) -> Callable[..., int] | BackendUnavailable:
-    """The C function `entry` of csrc/`stem`.cpp, its last argument a pointer to `problem`; or why there is none."""
+def _load(
+    stem: str, entry: str, dtype: torch.dtype, problem: type[ctypes.Structure]
+) -> Callable[..., int] | BackendUnavailable:
+    """The C function `entry` of csrc/`stem`.cpp for `dtype`, its last argument a pointer to `problem`; or why there is
+    none."""
     try:
-        path = _build(stem)
+        path = _build(stem, dtype)
     except BackendUnavailable as error:
         return error
     except (OSError, subprocess.SubprocessError) as error:
@@ -134,22 +143,22 @@ def _load(stem: str, entry: str, problem: type[ctypes.Structure]) -> Callable[..
 
 def unavailable_reason() -> str | None:
     """None where the kernels are ready (compiling them if need be), else one line that says why they are not."""
-    loaded = _load("scan_cpu", "hfr_scan", _Problem)
+    loaded = _load("scan_cpu", "hfr_scan", torch.float32, _Problem)
     return str(loaded) if isinstance(loaded, BackendUnavailable) else None
 
 
-def call(stem: str, entry: str, problem: ctypes.Structure, *arguments: int) -> None:
-    """Calls `entry` with integers and the problem.
+def call(stem: str, entry: str, dtype: torch.dtype, problem: ctypes.Structure, *arguments: int) -> None:
+    """Calls `entry` for `dtype` with integers and the problem.
 
     Raises:
         BackendUnavailable: the library cannot be built or loaded.
         NotImplementedError: it has no kernel for these arguments.
     """
-    function = _load(stem, entry, type(problem))
+    function = _load(stem, entry, dtype, type(problem))
     if isinstance(function, BackendUnavailable):
         raise function
     if function(*arguments, ctypes.byref(problem)):
-        raise NotImplementedError(f"{entry} has no kernel for {arguments}")
+        raise NotImplementedError(f"{entry} has no kernel for {arguments} and {dtype}")
 
 
 # ---- calling ---------------------------------------------------------------------------------------------------------
@@ -178,7 +187,7 @@ def _run(cell: str, backwards: bool, inputs: list[Tensor], h: Tensor, state: Ten
         state=state.data_ptr(),
         **fields,
     )
-    call("scan_cpu", "hfr_scan", problem, CELLS[cell], TYPES[h.dtype], backwards)
+    call("scan_cpu", "hfr_scan", h.dtype, problem, CELLS[cell], backwards)
 
 
 def forward(

@@ -155,7 +155,7 @@ def _run(backwards: bool, x, dt, k, q, state, flags, reverse, pieces, **fields) 
         state=state.data_ptr(),
         **fields,
     )
-    cpu.call("longhorn_cpu", "hfr_longhorn", problem, cpu.TYPES[x.dtype], backwards)
+    cpu.call("longhorn_cpu", "hfr_longhorn", x.dtype, problem, backwards)
 
 
 def _pieces(x: Tensor) -> int:

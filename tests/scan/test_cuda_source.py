@@ -21,7 +21,7 @@ PAIRS = [
 
 def test_every_cell_has_a_kernel_on_both_devices():
     assert cpu.CELLS.keys() == cuda.CELLS.keys()
-    assert cpu.TYPES.keys() == cuda.TYPES.keys()
+    assert cpu.STORAGES.keys() == cuda.TYPES.keys()
 
 
 @pytest.mark.parametrize("cell, dtype", PAIRS, ids=str)

@@ -52,6 +52,22 @@ def test_linear_options(backend, dtype, with_reset, with_mask, reverse):
         compare(linear, inputs, state, backend=backend, **options)
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("cell", ["linear", *CELLS])
+@pytest.mark.parametrize("channels", [768, 777], ids=["whole lines", "odd rows"])
+def test_outputs_larger_than_caches(channels, cell, reverse):
+    """Large outputs whose rows start on cache lines are written by other instructions than the rest."""
+    shape = (2, 1000, channels)
+    dtype = torch.float32
+    scan, count = CELLS.get(cell, (linear, 2))
+    inputs = [random(*shape, dtype=dtype) for _ in range(count)]
+    if cell == "linear":
+        inputs[0] = coefficients(*shape, dtype=dtype)
+    mask, reset = mask_and_reset(*shape[:2])
+    state = random(shape[0], channels, dtype=dtype)
+    compare(scan, inputs, state, backend="cpu", mask=mask, reset=reset, reverse=reverse)
+
+
 @pytest.mark.parametrize("shape", [(5,), (1,), (33, 5), (33, 1), (4, 1, 5), (4, 33, 1), (1, 1, 5), (1, 33, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("masked", [False, True])

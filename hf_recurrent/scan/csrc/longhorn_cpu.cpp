@@ -248,15 +248,6 @@ int run(const Problem& p, int backwards) {
 
 }  // namespace
 
-// `type` as in scan_cpu.cpp. Returns 0, or 1 for a type that has no kernel.
-extern "C" int hfr_longhorn(int type, int backwards, const Problem* problem) {
-  switch (type) {
-    case 0: return run<float>(*problem, backwards);
-    case 1: return run<double>(*problem, backwards);
-    case 2: return run<BFloat16>(*problem, backwards);
-    case 3: return run<Float16>(*problem, backwards);
-  }
-  return 1;
-}
+extern "C" int hfr_longhorn(int backwards, const Problem* problem) { return run<HFR_STORAGE>(*problem, backwards); }
 
 extern "C" int64_t hfr_problem_size() { return sizeof(Problem); }

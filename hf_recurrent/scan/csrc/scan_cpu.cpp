@@ -1,12 +1,16 @@
 // The loops for CPUs: threads over batch x blocks of channels, time in sequence, vectors across channels.
 // Tensors are channel-last (batch, length, channels), so a position's channels are contiguous and every cache line is used
-// once; the state of a block stays in the L1 cache. Compiled at first use, called through the two C functions at the end.
+// once; the state of a block stays in the L1 cache. Compiled at first use for one type of elements, HFR_STORAGE, and called
+// through the two C functions at the end.
 #include <stdint.h>
 #include <string.h>
 
 #include <utility>
 #ifdef __linux__
 #include <sys/mman.h>
+#endif
+#ifdef __SSE2__
+#include <emmintrin.h>
 #endif
 
 #include "cells.h"
@@ -17,6 +21,10 @@ using namespace hfr;
 
 constexpr int kMaxInputs = 3;
 constexpr int64_t kBlock = 2048;  // channels a thread takes at once: their float32 state is a quarter of a 32 KiB L1 cache
+constexpr int64_t kChunk = 64;   // channels between two requests for rows ahead: a few lines at a time keep memory busy
+constexpr int64_t kLine = 64;     // bytes of a cache line
+constexpr int64_t kAhead = 2048;  // bytes of a tensor, at least, between a request and its use
+constexpr int64_t kStream = 1 << 22;  // bytes of an output from which on it is written past the caches
 
 // Strides count elements, in the order batch, length, channels.
 struct Tensor {
@@ -56,12 +64,13 @@ template <class T>
 struct Rows { const T* x[kMaxInputs]; };
 
 template <class Cell, class T, size_t... I>
-void forward_row(const Rows<T> rows, typename Cell::State* __restrict__ state, T* __restrict__ h, int64_t n,
+void forward_row(const Rows<T>& rows, int64_t first, typename Cell::State* __restrict__ state, T* __restrict__ h, int64_t n,
                  std::index_sequence<I...>) {
   using State = typename Cell::State;
+  const T* x_row[] = {rows.x[I] + first...};
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    State x[] = {load(rows.x[I][i])...};
+    State x[] = {load(x_row[I][i])...};
     State s = Cell::forward(x, state[i]);
     state[i] = s;
     store(s, h[i]);
@@ -70,19 +79,44 @@ void forward_row(const Rows<T> rows, typename Cell::State* __restrict__ state, T
 
 // P is the storage type of h_prev: T for a row of h, the state type for the initial state.
 template <class Cell, bool sum_first, class T, class P, size_t... I>
-void backward_row(const Rows<T> rows, const P* __restrict__ h_prev, const T* __restrict__ grad_h,
+void backward_row(const Rows<T>& rows, int64_t first, const P* __restrict__ h_prev, const T* __restrict__ grad_h,
                   typename Cell::State* __restrict__ carry, typename Cell::State* __restrict__ sum, T* const (&grads)[kMaxInputs],
                   int64_t n, std::index_sequence<I...>) {
   using State = typename Cell::State;
+  const T* x_row[] = {rows.x[I] + first...};
   T* grad[] = {grads[I]...};
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    State x[] = {load(rows.x[I][i])...};
+    State x[] = {load(x_row[I][i])...};
     State dx[sizeof...(I)];
     carry[i] = Cell::backward(x, load(h_prev[i]), carry[i] + load(grad_h[i]), dx);
     if constexpr (sum_first) sum[i] = sum[i] + dx[0];
     ((sum_first && I == 0 ? void() : store(dx[I], grad[I][i])), ...);
   }
+}
+
+// Asks for the lines of n elements, to be read or (write) overwritten soon.
+template <bool write, class T>
+void request(const T* from, int64_t n) {
+  const char* line = reinterpret_cast<const char*>(from);
+  for (int64_t i = 0; i < n * (int64_t)sizeof(T); i += kLine) __builtin_prefetch(line + i, write);
+}
+
+#ifdef __SSE2__
+constexpr bool kCanStream = true;
+#else
+constexpr bool kCanStream = false;
+#endif
+
+// Whole lines to memory without reading them first, past the caches: for tensors that no cache would hold anyway.
+void stream(const void* from, void* to, int64_t bytes) {
+#ifdef __SSE2__
+  for (int64_t i = 0; i < bytes / 16; ++i) {
+    _mm_stream_si128(static_cast<__m128i*>(to) + i, _mm_load_si128(static_cast<const __m128i*>(from) + i));
+  }
+#else
+  memcpy(to, from, bytes);
+#endif
 }
 
 template <class Cell, class T>
@@ -92,12 +126,23 @@ struct Block {
 
   const Problem& p;
   const int64_t b, d, n;  // the row of the batch, the first channel and their number
+  const int64_t ahead;    // positions between a request and its use
+  const bool streams;
   T copies[kMaxInputs + 1][kBlock];
+  alignas(kLine) T out[kMaxInputs][kChunk];  // what is to be streamed
 
-  Block(const Problem& problem, int64_t batch_row, int64_t first, int64_t size)
-      : p(problem), b(batch_row), d(first), n(size) {}
+  Block(const Problem& problem, int64_t batch_row, int64_t first, int64_t size, bool past_caches)
+      : p(problem), b(batch_row), d(first), n(size), ahead(1 + kAhead / (n * (int64_t)sizeof(T))), streams(past_caches) {}
+
+  ~Block() {
+#ifdef __SSE2__
+    if (streams) _mm_sfence();
+#endif
+  }
 
   uint8_t flags(int64_t t) const { return p.flags ? p.flags[b * p.length + t] : 0; }
+
+  int64_t position(int64_t step) const { return p.reverse ? p.length - 1 - step : step; }
 
   Rows<T> inputs(int64_t t) {
     Rows<T> rows;
@@ -108,13 +153,21 @@ struct Block {
   void forward() {
     State* state = reinterpret_cast<State*>(p.state) + b * p.channels + d;
     for (int64_t step = 0; step < p.length; ++step) {
-      int64_t t = p.reverse ? p.length - 1 - step : step;
+      int64_t t = position(step), later = position(step + ahead < p.length ? step + ahead : p.length - 1);
       if (flags(t) & kDrop) memset(static_cast<void*>(state), 0, n * sizeof(State));
-      T* h = const_cast<T*>(at<T>(p.h, b, t, d));
-      if (flags(t) & kMasked) {
-        for (int64_t i = 0; i < n; ++i) store(state[i], h[i]);
-      } else {
-        forward_row<Cell, T>(inputs(t), state, h, n, kIndices);
+      Rows<T> rows = inputs(t);
+      for (int64_t c = 0; c < n; c += kChunk) {
+        int64_t m = n - c < kChunk ? n - c : kChunk;
+        T* h = const_cast<T*>(at<T>(p.h, b, t, d + c));
+        for (int i = 0; i < Cell::inputs; ++i) request<false>(at<T>(p.inputs[i], b, later, d + c), m);
+        if (!streams) request<true>(at<T>(p.h, b, later, d + c), m);
+        T* to = streams ? out[0] : h;
+        if (flags(t) & kMasked) {
+          for (int64_t i = 0; i < m; ++i) store(state[c + i], to[i]);
+        } else {
+          forward_row<Cell, T>(rows, c, state + c, to, m, kIndices);
+        }
+        if (streams) stream(to, h, m * sizeof(T));
       }
     }
   }
@@ -127,24 +180,39 @@ struct Block {
     const State* initial = p.initial ? reinterpret_cast<const State*>(p.initial) + b * p.channels + d : zero;
     State* sum = reinterpret_cast<State*>(p.grad_inputs[0]) + b * p.channels + d;
     for (int64_t step = p.length - 1; step >= 0; --step) {
-      int64_t t = p.reverse ? p.length - 1 - step : step;
+      int64_t t = position(step), before = position(step - 1), later = position(step > ahead ? step - ahead : 0);
       const T* grad_h = row(p.grad_h, b, t, d, n, copies[kMaxInputs]);
-      T* grads[kMaxInputs];
-      for (int i = 0; i < Cell::inputs; ++i) {
-        grads[i] = sum_first && i == 0 ? nullptr : reinterpret_cast<T*>(p.grad_inputs[i]) + (b * p.length + t) * p.channels + d;
-      }
-      auto run = [&](auto* h_prev) {
-        backward_row<Cell, sum_first>(inputs(t), h_prev, grad_h, carry, sum, grads, n, kIndices);
-      };
-      if (flags(t) & kMasked) {
-        for (int64_t i = 0; i < n; ++i) carry[i] = carry[i] + load(grad_h[i]);
-        for (int i = sum_first; i < Cell::inputs; ++i) memset(static_cast<void*>(grads[i]), 0, n * sizeof(T));
-      } else if (flags(t) & kDrop) {
-        run(zero);
-      } else if (step == 0) {
-        run(initial);
-      } else {
-        run(at<T>(p.h, b, p.reverse ? t + 1 : t - 1, d));
+      Rows<T> rows = inputs(t);
+      for (int64_t c = 0; c < n; c += kChunk) {
+        int64_t m = n - c < kChunk ? n - c : kChunk;
+        T *grads[kMaxInputs], *to[kMaxInputs];
+        for (int i = 0; i < Cell::inputs; ++i) {
+          request<false>(at<T>(p.inputs[i], b, later, d + c), m);
+          if (sum_first && i == 0) {
+            grads[i] = to[i] = nullptr;
+            continue;
+          }
+          T* grad = reinterpret_cast<T*>(p.grad_inputs[i]) + b * p.length * p.channels + d + c;
+          if (!streams) request<true>(grad + later * p.channels, m);
+          grads[i] = grad + t * p.channels;
+          to[i] = streams ? out[i] : grads[i];
+        }
+        request<false>(at<T>(p.grad_h, b, later, d + c), m);
+        request<false>(at<T>(p.h, b, later, d + c), m);
+        auto run = [&](auto* h_prev) {
+          backward_row<Cell, sum_first>(rows, c, h_prev, grad_h + c, carry + c, sum + c, to, m, kIndices);
+        };
+        if (flags(t) & kMasked) {
+          for (int64_t i = 0; i < m; ++i) carry[c + i] = carry[c + i] + load(grad_h[c + i]);
+          for (int i = sum_first; i < Cell::inputs; ++i) memset(static_cast<void*>(to[i]), 0, m * sizeof(T));
+        } else if (flags(t) & kDrop) {
+          run(zero);
+        } else if (step == 0) {
+          run(initial + c);
+        } else {
+          run(at<T>(p.h, b, before, d + c));
+        }
+        for (int i = sum_first; streams && i < Cell::inputs; ++i) stream(to[i], grads[i], m * sizeof(T));
       }
       if (flags(t) & kDrop) memset(static_cast<void*>(carry), 0, n * sizeof(State));
     }
@@ -164,7 +232,7 @@ void parallel(const Problem& p, Run run) {
     ++pieces;
   }
   int64_t size = (p.channels + pieces - 1) / pieces;
-  size = (size + 15) / 16 * 16;
+  size = (size + 31) / 32 * 32;  // whole cache lines of every type
   if (size > kBlock) size = kBlock;
   pieces = (p.channels + size - 1) / size;
 #pragma omp parallel for schedule(static) num_threads(p.threads) if (p.threads > 1)
@@ -189,10 +257,16 @@ void prefer_huge_pages(const void* data, int64_t bytes) {
 template <class Cell, class T>
 int run(const Problem& p, int backwards) {
   int64_t bytes = p.batch * p.length * p.channels * sizeof(T);
-  if (!backwards) prefer_huge_pages(p.h.data, bytes);
-  for (int i = p.sum_first; backwards && i < Cell::inputs; ++i) prefer_huge_pages(p.grad_inputs[i], bytes);
+  // Streaming writes whole lines only, so rows must start on one; pieces of a row then do too.
+  bool streams = kCanStream && bytes >= kStream && p.channels * sizeof(T) % kLine == 0;
+  int outputs = backwards ? Cell::inputs - (int)p.sum_first : 1;
+  for (int i = 0; i < outputs; ++i) {
+    const char* output = backwards ? p.grad_inputs[i + p.sum_first] : p.h.data;
+    prefer_huge_pages(output, bytes);
+    streams = streams && reinterpret_cast<uintptr_t>(output) % kLine == 0;
+  }
   parallel<T>(p, [&](int64_t b, int64_t d, int64_t n) {
-    Block<Cell, T> block(p, b, d, n);
+    Block<Cell, T> block(p, b, d, n, streams);
     if (!backwards) {
       block.forward();
     } else if (!p.sum_first) {
@@ -205,35 +279,35 @@ int run(const Problem& p, int backwards) {
 }
 
 enum CellId { kLinear, kMinGRUVanilla, kMinGRUPositive, kMinLSTMVanilla, kMinLSTMPositive };
-enum TypeId { kFloat, kDouble, kBFloat16, kFloat16, kComplexFloat, kComplexDouble };
 
 template <class T>
-int run_real(int cell, const Problem& p, int backwards) {
+struct Cells {
   using State = typename StateOf<T>::type;
-  switch (cell) {
-    case kLinear: return run<LinearCell<State>, T>(p, backwards);
-    case kMinGRUVanilla: return run<MinGRUCell<State, false>, T>(p, backwards);
-    case kMinGRUPositive: return run<MinGRUCell<State, true>, T>(p, backwards);
-    case kMinLSTMVanilla: return run<MinLSTMCell<State, false>, T>(p, backwards);
-    case kMinLSTMPositive: return run<MinLSTMCell<State, true>, T>(p, backwards);
+
+  static int run(int cell, const Problem& p, int backwards) {
+    switch (cell) {
+      case kLinear: return ::run<LinearCell<State>, T>(p, backwards);
+      case kMinGRUVanilla: return ::run<MinGRUCell<State, false>, T>(p, backwards);
+      case kMinGRUPositive: return ::run<MinGRUCell<State, true>, T>(p, backwards);
+      case kMinLSTMVanilla: return ::run<MinLSTMCell<State, false>, T>(p, backwards);
+      case kMinLSTMPositive: return ::run<MinLSTMCell<State, true>, T>(p, backwards);
+    }
+    return 1;
   }
-  return 1;
-}
+};
+
+template <class T>
+struct Cells<Complex<T>> {
+  static int run(int cell, const Problem& p, int backwards) {
+    return cell == kLinear ? ::run<LinearCell<Complex<T>>, Complex<T>>(p, backwards) : 1;
+  }
+};
 
 }  // namespace
 
-// Returns 0, or 1 for a pair of cell and type that has no kernel.
-extern "C" int hfr_scan(int cell, int type, int backwards, const Problem* problem) {
-  const Problem& p = *problem;
-  switch (type) {
-    case kFloat: return run_real<float>(cell, p, backwards);
-    case kDouble: return run_real<double>(cell, p, backwards);
-    case kBFloat16: return run_real<BFloat16>(cell, p, backwards);
-    case kFloat16: return run_real<Float16>(cell, p, backwards);
-    case kComplexFloat: return cell == kLinear ? run<LinearCell<Complex<float>>, Complex<float>>(p, backwards) : 1;
-    case kComplexDouble: return cell == kLinear ? run<LinearCell<Complex<double>>, Complex<double>>(p, backwards) : 1;
-  }
-  return 1;
+// HFR_STORAGE is the type of the tensors' elements, given to the compiler. Returns 0, or 1 for a cell without a kernel for it.
+extern "C" int hfr_scan(int cell, int backwards, const Problem* problem) {
+  return Cells<HFR_STORAGE>::run(cell, *problem, backwards);
 }
 
 // The size of Problem as this compiler laid it out: the caller checks its own against it.
