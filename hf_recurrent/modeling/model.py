@@ -314,6 +314,14 @@ class RecurrentModel(RecurrentPreTrainedModel):
                 f"(ids 0 to {size - 1})"
             ) from None
 
+    def _refuse_cache(self, past_key_values: RecurrentCache | None, use_cache: bool | None) -> None:
+        """Raises ValueError where a bidirectional model is asked for states."""
+        if use_cache or past_key_values is not None:
+            name = type(self).__name__.removesuffix("Model")
+            raise ValueError(
+                f"a bidirectional {name} has no state to carry on: use_cache must be False and past_key_values None"
+            )
+
     def _check_cache(self, cache: RecurrentCache, batch: int) -> None:
         """Raises TypeError or ValueError where `cache` cannot be this model's for `batch` rows."""
         if not isinstance(cache, RecurrentCache):
@@ -489,6 +497,14 @@ def last_token(
     else:
         last = columns[-1:].expand(batch)
     return hidden_states[torch.arange(batch, device=hidden_states.device), last]
+
+
+def mean_token(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """(B, L, D) -> (B, D): the mean over what `attention_mask` marks as real, 0 where nothing is."""
+    if attention_mask is None:
+        return hidden_states.mean(dim=1)
+    real = attention_mask[:, -hidden_states.shape[1] :, None] != 0
+    return torch.where(real, hidden_states, 0).sum(dim=1) / real.sum(dim=1).clamp(min=1)
 
 
 class RecurrentForSequenceClassification(RecurrentPreTrainedModel):

@@ -48,6 +48,7 @@ from .model import (
     RecurrentModel,
     RecurrentPreTrainedModel,
     last_token,
+    mean_token,
 )
 
 # Sizes from the authors' run scripts and, for the last three, the paper's table 11. The pendulum's images go through a
@@ -459,13 +460,10 @@ class S5PreTrainedModel(RecurrentPreTrainedModel):
                 init.constant_(x, value)
 
     def pool(self, hidden_states: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
-        """(B, L, D) -> (B, D): the mean of what `attention_mask` marks as real (0 where nothing is), or the last."""
+        """(B, L, D) -> (B, D): what classifiers read, by `config.pooling`."""
         if self.config.pooling == "last":
             return last_token(hidden_states, input_ids, attention_mask, self.config.pad_token_id)
-        if attention_mask is None:
-            return hidden_states.mean(dim=1)
-        real = attention_mask[:, -hidden_states.shape[1] :, None] != 0
-        return torch.where(real, hidden_states, 0).sum(dim=1) / real.sum(dim=1).clamp(min=1)
+        return mean_token(hidden_states, attention_mask)
 
 
 class S5Model(S5PreTrainedModel, RecurrentModel):
@@ -514,10 +512,7 @@ class S5Model(S5PreTrainedModel, RecurrentModel):
             for steps that are not above 0, and for a cache in a bidirectional model.
         """
         if self.config.bidirectional:
-            if use_cache or past_key_values is not None:
-                raise ValueError(
-                    "a bidirectional S5 has no state to carry on: use_cache must be False and past_key_values None"
-                )
+            self._refuse_cache(past_key_values, use_cache)
             use_cache = False
         if input_features is not None:
             if input_ids is not None or inputs_embeds is not None:
