@@ -21,7 +21,7 @@ from hf_recurrent.training.tokenizer import byte_tokenizer
 ROOT = Path(__file__).parents[1]
 MAKE = shutil.which("make")
 # Imported name -> distribution, where the two differ.
-DISTRIBUTIONS = {"cuda": "cuda-core", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"PIL": "pillow", "cuda": "cuda-core", "yaml": "pyyaml"}
 
 
 @pytest.fixture(scope="module")

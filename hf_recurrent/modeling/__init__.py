@@ -2,8 +2,10 @@
 
 from transformers import (
     AutoConfig,
+    AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -11,7 +13,14 @@ from transformers import (
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig
 from .gateloop import GateLoopConfig, GateLoopForCausalLM, GateLoopForSequenceClassification, GateLoopModel
-from .longhorn import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
+from .image_processing_longhorn import LonghornImageProcessor
+from .longhorn import (
+    LonghornConfig,
+    LonghornForCausalLM,
+    LonghornForImageClassification,
+    LonghornForSequenceClassification,
+    LonghornModel,
+)
 from .mingru import MinGRUConfig, MinGRUForCausalLM, MinGRUForSequenceClassification, MinGRUModel
 from .minlstm import MinLSTMConfig, MinLSTMForCausalLM, MinLSTMForSequenceClassification, MinLSTMModel
 from .s5 import (
@@ -33,6 +42,7 @@ FAMILIES = {
     LonghornConfig: {
         AutoModel: LonghornModel,
         AutoModelForCausalLM: LonghornForCausalLM,
+        AutoModelForImageClassification: LonghornForImageClassification,
         AutoModelForSequenceClassification: LonghornForSequenceClassification,
     },
     MinGRUConfig: {
@@ -60,6 +70,7 @@ for config_class, model_classes in FAMILIES.items():
         # The class names in this table decide on more, which `register` leaves out: whether Trainer shifts the labels
         # under label smoothing, and what a model card says that the model is for.
         auto_class._model_mapping._model_mapping[config_class.model_type] = model_class.__name__
+AutoImageProcessor.register(LonghornConfig, image_processor_classes={"pil": LonghornImageProcessor}, exist_ok=True)
 
 __all__ = [
     "FAMILIES",
@@ -69,7 +80,9 @@ __all__ = [
     "GateLoopModel",
     "LonghornConfig",
     "LonghornForCausalLM",
+    "LonghornForImageClassification",
     "LonghornForSequenceClassification",
+    "LonghornImageProcessor",
     "LonghornModel",
     "MinGRUConfig",
     "MinGRUForCausalLM",

@@ -4,9 +4,15 @@ import json
 
 import pytest
 import torch
-from families import FAMILIES, each_family, each_variant
+from families import FAMILIES, TINY, each_family, each_variant
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+)
 
 import hf_recurrent
 from hf_recurrent import MinGRUConfig, RecurrentConfig
@@ -103,7 +109,10 @@ def test_auto_classes(config):
     classes = hf_recurrent.FAMILIES[type(config)]
     assert {AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification} <= set(classes)
     for auto_class, model_class in classes.items():
-        model = auto_class.from_config(config)
+        if auto_class is AutoModelForImageClassification:
+            model = auto_class.from_config(type(config)(**TINY, image_size=32, bidirectional=True))
+        else:
+            model = auto_class.from_config(config)
         assert type(model) is model_class
         assert model.config_class is type(config) and model.base_model_prefix == "model"
 

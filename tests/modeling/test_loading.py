@@ -120,14 +120,15 @@ def test_tied_embeddings_are_saved_once(config, tmp_path):
 
 
 def test_importing_the_package_is_enough_and_light(tmp_path):
-    """A fresh interpreter that knows the folder and the package's name only. Nothing is loaded but what any model of
-    Transformers loads."""
+    """A fresh interpreter that knows the folder and the package's name only. Nothing is loaded but what any model or
+    image processor of Transformers loads."""
     config_class = next(iter(hf_recurrent.FAMILIES))
     config = config_class(vocab_size=11, hidden_size=8, num_hidden_layers=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     code = """
 import sys
-from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM
+from transformers import AutoImageProcessor, AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM
+from transformers.image_processing_backends import PilBackend
 before = set(sys.modules)
 import hf_recurrent
 new = {name.split(".")[0] if name.split(".")[0] != "transformers" else name for name in set(sys.modules) - before}
