@@ -2,13 +2,15 @@
 
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+
+# From its module: `transformers.AutoImageProcessor` of 5.17 is a placeholder where there is no torchvision.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig

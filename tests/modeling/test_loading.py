@@ -127,8 +127,9 @@ def test_importing_the_package_is_enough_and_light(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     code = """
 import sys
-from transformers import AutoImageProcessor, AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM
 from transformers.image_processing_backends import PilBackend
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 before = set(sys.modules)
 import hf_recurrent
 new = {name.split(".")[0] if name.split(".")[0] != "transformers" else name for name in set(sys.modules) - before}

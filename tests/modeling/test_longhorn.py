@@ -157,7 +157,7 @@ def test_bidirectional_training_with_checkpointing_and_compiled():
     expected = gradients(model)
     assert all(g.abs().sum() > 0 for g in expected)
     compiled = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"))
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     for x, y, z in zip(expected, compiled, gradients(model), strict=True):
         torch.testing.assert_close(y, x, **CLOSE)
         torch.testing.assert_close(z, x, **CLOSE)

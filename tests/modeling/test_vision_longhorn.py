@@ -10,7 +10,6 @@ from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from torch.nn import functional as F
 from transformers import (
-    AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
     DefaultDataCollator,
@@ -18,6 +17,9 @@ from transformers import (
     TrainingArguments,
     pipeline,
 )
+
+# As a user of Transformers 5.18 or later, or with torchvision, has it from `transformers`.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_recurrent import (
     LonghornConfig,
@@ -163,7 +165,7 @@ def test_checkpointing_gives_the_same_gradients():
         model.zero_grad()
         model(**batch).loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
     for x, y in zip(*gradients, strict=True):
         torch.testing.assert_close(x, y, **CLOSE)
 
