@@ -37,15 +37,6 @@ def load(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return images, read_idx(folder / "t10k-labels-idx1-ubyte.gz").long()
 
 
-def parameter_groups(model, lr: float, ssm_lr: float, weight_decay: float) -> list[dict]:
-    """The paper's two: the parameters of the recurrence and of the norms, and the rest."""
-    recurrence = ("Lambda_re", "Lambda_im", "ssm.B", "log_step", "norm.weight", "norm.bias")
-    groups = [{"params": [], "lr": ssm_lr, "weight_decay": 0.0}, {"params": [], "lr": lr, "weight_decay": weight_decay}]
-    for name, parameter in model.named_parameters():
-        groups[0 if name.endswith(recurrence) else 1]["params"].append(parameter)
-    return groups
-
-
 @torch.no_grad()
 def accuracy(model, images: torch.Tensor, labels: torch.Tensor, batch_size: int) -> float:
     """Share of `images` whose class the model names."""
@@ -87,7 +78,7 @@ def main() -> None:
     test = images[args.train_digits :], labels[args.train_digits :]
     model = S5ForSequenceClassification(S5Config.from_preset("s5-smnist", num_hidden_layers=args.layers))
     model.to(args.device)
-    groups = parameter_groups(model, args.learning_rate, args.ssm_learning_rate, args.weight_decay)
+    groups = model.parameter_groups(args.learning_rate, args.weight_decay, recurrence_lr=args.ssm_learning_rate)
     optimizer = torch.optim.AdamW(groups)
     epoch_steps = args.train_digits // args.batch_size
     steps = min(args.epochs * epoch_steps, args.max_steps or math.inf)

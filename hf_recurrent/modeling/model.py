@@ -173,11 +173,58 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """By how much the initial `module` is narrower for adding to the residual stream."""
         return 1.0
 
+    def parameter_groups(
+        self,
+        lr: float,
+        weight_decay: float = 0.0,
+        recurrence_lr: float | None = None,
+        exceptions: dict[str, dict[str, float]] | None = None,
+    ) -> list[dict]:
+        """
+        The trainable parameters in the groups that this family's paper trains them in, for an optimiser such as
+        `torch.optim.AdamW`, or for `Trainer(..., optimizers=(optimizer, None))`.
+
+        Matrices decay; vectors (norms, biases, D) do not, nor what the family names in `undecayed_parameters`.
+
+        Args:
+            lr: learning rate.
+            weight_decay: of what decays.
+            recurrence_lr: learning rate of what the family names in `recurrence_parameters` (S5's Lambda, B, log_step
+                and norms, GateLoop's transitions; nothing in the others); `lr` when None.
+            exceptions: options by parameter names, or parts of them, in place of the above. The authors of S5 train
+                some tasks with {"B": {"lr": lr, "weight_decay": weight_decay}}.
+
+        Returns:
+            Dicts of "params", "lr", "weight_decay" and what `exceptions` adds, no two of which agree in all but params.
+
+        Raises:
+            ValueError: a name in `exceptions` that no trainable parameter has.
+        """
+        backbone = self.base_model
+        exceptions = exceptions or {}
+        unknown = set(exceptions)
+        groups: dict[tuple, dict] = {}
+        for name, parameter in self.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            parts = name.split(".")
+            decays = parameter.ndim >= 2 and not set(parts) & set(backbone.undecayed_parameters)
+            own_rate = recurrence_lr is not None and set(parts) & set(backbone.recurrence_parameters)
+            options = {"lr": recurrence_lr if own_rate else lr, "weight_decay": weight_decay if decays else 0.0}
+            for part in parts:
+                options |= exceptions.get(part, {})
+            unknown -= set(parts)
+            groups.setdefault(tuple(sorted(options.items())), {"params": [], **options})["params"].append(parameter)
+        if unknown:
+            raise ValueError(f"exceptions: no trainable parameter's name has a part {sorted(unknown)[0]!r}")
+        return list(groups.values())
+
 
 class RecurrentModel(RecurrentPreTrainedModel):
     """
     Embedding, blocks and final norm. A family sets `config_class` and `mixer_class`; where its blocks differ it sets
     `block_class` too, and `mixer_kwargs` to the arguments of a call, beyond the contract's, that its mixers take.
+    `recurrence_parameters` and `undecayed_parameters` name parameters, or modules, for `parameter_groups`.
 
     The states live in `past_key_values`, a `RecurrentCache`; mixers see tensors only. All states are replaced together
     at the end of a call, so a call that fails leaves the cache as it was.
@@ -186,6 +233,8 @@ class RecurrentModel(RecurrentPreTrainedModel):
     mixer_class: type[nn.Module]
     block_class: type[nn.Module] = RecurrentBlock
     mixer_kwargs: tuple[str, ...] = ()
+    recurrence_parameters: tuple[str, ...] = ()
+    undecayed_parameters: tuple[str, ...] = ()
 
     def __init__(self, config: RecurrentConfig):
         super().__init__(config)

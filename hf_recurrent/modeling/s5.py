@@ -472,6 +472,9 @@ class S5Model(S5PreTrainedModel, RecurrentModel):
     mixer_class = S5Mixer
     block_class = S5Block
     mixer_kwargs = ("step_rescale", "timesteps")
+    # The authors' "standard" setting, in which the norms share the SSM's learning rate.
+    undecayed_parameters = ("Lambda_re", "Lambda_im", "B", "log_step")
+    recurrence_parameters = (*undecayed_parameters, "mixer_norm", "mlp_norm")
 
     def __init__(self, config: S5Config):
         super().__init__(config)

@@ -1,24 +1,15 @@
-"""AdamW's parameter groups and the learning rate's course."""
+"""AdamW and the learning rate's course."""
 
 import math
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """The trainable parameters in two groups: matrices, which decay, and vectors (norms, biases), which don't."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
-def create_optimizer(model: nn.Module, args, device: torch.device) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101) as `TrainArguments` describe it."""
+def create_optimizer(model: PreTrainedModel, args, device: torch.device) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101) as `TrainArguments` describe it, with the model's own parameter groups."""
     return torch.optim.AdamW(
-        parameter_groups(model, args.weight_decay),
+        model.parameter_groups(args.learning_rate, args.weight_decay),
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,

@@ -111,8 +111,30 @@ def test_autocast_keeps_states_in_float32(config, dtype):
     for layer in out.past_key_values.layers:
         assert layer.states["recurrent"].dtype in (torch.float32, torch.complex64)
     assert all(p.grad.isfinite().all() for p in model.parameters())
-    error = (out.logits - expected.logits).square().mean()
-    assert error < 0.03**2 * expected.logits.square().mean()
+    error, exact = (out.logits - expected.logits).double(), expected.logits.double()
+    if config.model_type == "gateloop":
+        # q, k and v are all linear in x, so y is a cubic form of it (quartic with the gate), whose terms are summed
+        # after rotations: a single logit may be what is left of much larger terms. In float64, the rounding of the
+        # projections' outputs to bfloat16 alone moves the largest by 4 %. All together are as exact as elsewhere.
+        assert error.square().mean().sqrt() < 4 * torch.finfo(dtype).eps * exact.square().mean().sqrt()
+    else:
+        assert error.abs().max() < 4 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+@each_family
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_very_long_text_in_bfloat16(config, autocast):
+    """65,536 tokens, half of them the same one, which gives a state nothing to average over."""
+    config.initializer_range = None
+    model = causal_lm(config, torch.float32 if autocast else torch.bfloat16).train()
+    input_ids = token_ids(config, 1, 2**16)
+    input_ids[:, 2**15 :] = 7
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(input_ids, labels=input_ids, use_cache=True)
+    out.loss.backward()
+    assert out.logits.isfinite().all() and out.loss.isfinite()
+    assert all(state.isfinite().all() for state in states(out.past_key_values))
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @each_family
@@ -313,6 +335,8 @@ def test_classification_losses(config, num_labels, problem_type, labels):
         {"hidden_size": 256, "num_hidden_layers": 3, "tie_word_embeddings": True},
         {"hidden_size": 128, "num_hidden_layers": 6, "conv_kernel": 0, "expansion": 1, "mlp_ratio": 0},
         {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 16, "expansion": 6, "tie_word_embeddings": True},
+        {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 32000},
+        {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 32000, "tie_word_embeddings": True},
     ],
     ids=str,
 )
@@ -351,6 +375,45 @@ def test_initial_weights(config):
     config.initializer_range = 0.07
     model = hf_recurrent.FAMILIES[type(config)][hf_recurrent.modeling.AutoModelForCausalLM](config)
     assert model.model.embed_tokens.weight.std().item() == pytest.approx(0.07, rel=0.05)
+
+
+# What decays, by the last module or parameter of its name; and what has the recurrence's learning rate.
+DECAYING = {"embed_tokens", "lm_head", "in_proj", "out_proj", "up_proj", "down_proj", "conv1d", "gate_proj", "x_proj"}
+DECAYING |= {"dt_head", "transition_proj", "out1", "out2", "C"}
+OWN_RATE = {"s5": {"Lambda_re", "Lambda_im", "B", "log_step", "mixer_norm", "mlp_norm"}}
+OWN_RATE |= {"gateloop": {"transition", "transition_proj"}}
+
+
+@each_variant
+def test_parameter_groups(config):
+    model = causal_lm(config, torch.float32)
+    model.model.norm = None if model.model.norm is None else model.model.norm.requires_grad_(False)
+    groups = model.parameter_groups(0.3, 0.2, recurrence_lr=0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = {names[id(p)]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+    assert len(found) == len(names) == sum(len(g["params"]) for g in groups)
+    for name, options in found.items():
+        parts = set(name.split("."))
+        decays = bool(parts & DECAYING) and not name.endswith("bias")
+        own_rate = bool(parts & OWN_RATE.get(config.model_type, set()))
+        assert options == (0.1 if own_rate else 0.3, 0.2 if decays else 0.0), name
+    assert {(g["lr"], g["weight_decay"]) for g in model.parameter_groups(0.3, 0.2)} == {(0.3, 0.2), (0.3, 0.0)}
+    assert len(model.parameter_groups(0.3)) == 1
+    (group,) = model.model.parameter_groups(0.3)  # the backbone alone
+    assert len(group["params"]) == sum(name.startswith("model.") for name in found)
+
+
+def test_exceptions_in_parameter_groups():
+    model = causal_lm(hf_recurrent.S5Config(**TINY))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    exceptions = {"B": {"lr": 0.3, "weight_decay": 0.2}, "log_step": {"betas": (0.5, 0.9)}}
+    groups = model.parameter_groups(0.3, 0.2, recurrence_lr=0.1, exceptions=exceptions)
+    torch.optim.AdamW(groups)  # which fills in its own defaults
+    by_name = {names[id(p)].split(".")[-1]: g for g in groups for p in g["params"]}
+    assert (by_name["B"]["lr"], by_name["B"]["weight_decay"]) == (0.3, 0.2)
+    assert (by_name["log_step"]["betas"], by_name["Lambda_re"]["betas"]) == ((0.5, 0.9), (0.9, 0.999))
+    with pytest.raises(ValueError, match="exceptions: no trainable parameter's name has a part 'A_log'"):
+        model.parameter_groups(0.3, exceptions={"A_log": {"lr": 0.1}})
 
 
 def texts(config, n=12):

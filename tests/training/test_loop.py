@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_recurrent  # noqa: F401  (registers the families)
 from hf_recurrent import cli
-from hf_recurrent.training import arguments
+from hf_recurrent.training import TrainArguments, arguments
 from hf_recurrent.training.data import IGNORED
 from hf_recurrent.training.loop import Run
 from hf_recurrent.training.model import families
-from hf_recurrent.training.optimizer import learning_rate_ratio, parameter_groups
+from hf_recurrent.training.optimizer import create_optimizer, learning_rate_ratio
 from hf_recurrent.training.tokenizer import train_bpe
 
 TINY = "--hidden-size 16 --num-hidden-layers 2 --sequence-length 32 --batch-size 4 --log-steps 1 --eval-rows 4".split()
@@ -236,17 +236,15 @@ def test_a_streamed_dataset(train, tmp_path):
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
 
-def test_optimizer_groups():
-    config = hf_recurrent.MinGRUConfig(hidden_size=8, num_hidden_layers=1, vocab_size=11, use_bias=True)
+def test_the_optimizer_has_the_models_groups():
+    config = hf_recurrent.S5Config(hidden_size=8, num_hidden_layers=1, vocab_size=11, state_size=4, num_blocks=1)
     model = AutoModelForCausalLM.from_config(config)
-    model.get_input_embeddings().weight.requires_grad_(False)
-    matrices, vectors = parameter_groups(model, 0.3)
-    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    grouped = [{names[id(parameter)] for parameter in group["params"]} for group in (matrices, vectors)]
-    assert not grouped[0] & grouped[1] and len(grouped[0] | grouped[1]) == len(names) - 1
-    assert all(name.endswith(("norm.weight", ".bias")) for name in grouped[1])
-    assert not any(name.endswith(("norm.weight", ".bias")) for name in grouped[0])
+    args = TrainArguments(learning_rate=0.2, weight_decay=0.3, adam_beta2=0.9)
+    groups = create_optimizer(model, args, torch.device("cpu")).param_groups
+    expected = model.parameter_groups(0.2, 0.3)
+    for group, decay in zip(groups, (0.3, 0.0), strict=True):
+        assert (group["lr"], group["weight_decay"], group["betas"]) == (0.2, decay, (0.9, 0.9))
+    assert [list(map(id, g["params"])) for g in groups] == [list(map(id, g["params"])) for g in expected]
 
 
 def test_learning_rate_ratio():
