@@ -197,16 +197,19 @@ def generate(argv: list[str]) -> int:
 def _info_parser() -> Parser:
     parser = Parser(
         prog="hf-recurrent info",
-        usage="hf-recurrent info [--model DIR] [--json]",
+        usage="hf-recurrent info [--model DIR | --preset NAME] [--json]",
         description="Show versions, devices, which scan backends run here and why others don't, and a model's size.",
         epilog="""\
 examples:
   hf-recurrent info
   hf-recurrent info --model runs/mingru
   hf-recurrent info --model runs/mingru --json
+  hf-recurrent info --preset longhorn-125m
 """,
     )
-    parser.add_argument("--model", metavar="DIR", help="folder of a model, or its name on the Hub")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="DIR", help="folder of a model, or its name on the Hub")
+    which.add_argument("--preset", help="one of the papers' sizes; a wrong name lists them")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -216,6 +219,8 @@ def info(argv: list[str]) -> int:
     facts = {"versions": _versions(), "devices": _devices(), "backends": _backends()}
     if args.model is not None:
         facts["model"] = _model_facts(args.model)
+    if args.preset is not None:
+        facts["model"] = _preset_facts(args.preset)
     print(json.dumps(facts, indent=2) if args.json else _show(facts))
     return 0
 
@@ -256,27 +261,51 @@ def _backends() -> dict[str, dict[str, str]]:
 
 
 def _model_facts(name: str) -> dict[str, object]:
-    import torch
 
     from .training.model import load_model
 
     _no_bars_for_files()
-    model = load_model(name).eval()
+    return {"folder": name, **_size_facts(load_model(name).eval())}
+
+
+def _preset_facts(name: str) -> dict[str, object]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from .modeling import FAMILIES
+
+    presets = {preset: config_class for config_class in FAMILIES for preset in config_class.presets}
+    if name not in presets:
+        raise CommandLineError(f"--preset {name}: no such preset{nearest(name, presets)}; known: {', '.join(presets)}")
+    config = presets[name].from_preset(name)
+    for_language = not getattr(config, "bidirectional", False) and getattr(config, "input_size", None) is None
+    auto_class = AutoModelForCausalLM if for_language else AutoModelForSequenceClassification
+    with torch.device("meta"):  # sizes without memory
+        model = auto_class.from_config(config).eval()
+    return {"preset": name, "class": type(model).__name__, **_size_facts(model)}
+
+
+def _size_facts(model) -> dict[str, object]:
+    import torch
+
     # The embedding and the head, counted once where they are tied.
-    embeddings = {module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings())}
-    with torch.inference_mode():
-        cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
-    return {
-        "folder": name,
+    embeddings = {module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
+    input_size = getattr(model.config, "input_size", None)
+    facts = {
         "family": model.config.model_type,
         "layers": model.config.num_hidden_layers,
         "hidden size": model.config.hidden_size,
-        "vocabulary": model.config.vocab_size,
+        **({"vocabulary": model.config.vocab_size} if input_size is None else {"input features": input_size}),
         "parameters": model.num_parameters(),
         "parameters in embeddings": sum(weight.numel() for weight in embeddings),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "state bytes per sequence": cache.nbytes,
     }
+    if all(layer.mixer.state_shapes for layer in model.base_model.layers):
+        with torch.inference_mode():
+            one_token = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+            cache = model(inputs_embeds=one_token, use_cache=True).past_key_values
+        facts["state bytes per sequence"] = cache.nbytes
+    return facts
 
 
 def _show(facts: dict) -> str:

@@ -208,3 +208,46 @@ def test_info(run, model):
     for word in ("versions", "devices", "scan backends", "chunked", "mingru", "state bytes per sequence"):
         assert word in text
     assert "mingru" not in run("info")
+
+
+# What the papers and the authors' programs say, where they do.
+PAPERS_COUNTS = {
+    "longhorn-125m": 125e6,
+    "longhorn-350m": 350e6,
+    "longhorn-1.3b": 1.3e9,
+    "gateloop-wikitext103-125m": 125e6,
+    "s5-speech35": 280e3,
+}
+PRESETS = {name: config_class for config_class in hf_recurrent.FAMILIES for name in config_class.presets}
+
+
+def test_every_family_has_presets_under_its_own_name():
+    assert set(PAPERS_COUNTS) < set(PRESETS)
+    for config_class in hf_recurrent.FAMILIES:
+        assert config_class.presets and all(name.startswith(config_class.model_type) for name in config_class.presets)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_info_on_presets(run, name):
+    facts = json.loads(run("info", "--preset", name, "--json"))["model"]
+    config = PRESETS[name].from_preset(name)
+    assert (facts["preset"], facts["family"]) == (name, config.model_type)
+    assert (facts["layers"], facts["hidden size"]) == (config.num_hidden_layers, config.hidden_size)
+    reads = getattr(config, "input_size", None)
+    assert facts["vocabulary" if reads is None else "input features"] == (reads or config.vocab_size)
+    if name in PAPERS_COUNTS:
+        assert facts["parameters"] == pytest.approx(PAPERS_COUNTS[name], rel=0.06)
+    if "state bytes per sequence" not in facts:
+        assert config.bidirectional
+        return
+    one_layer = PRESETS[name].from_preset(name, num_hidden_layers=1, vocab_size=7, input_size=None)
+    model = AutoModelForCausalLM.from_config(one_layer)
+    cache = model(torch.ones(1, 1, dtype=torch.long), use_cache=True).past_key_values
+    assert facts["state bytes per sequence"] == cache.nbytes * config.num_hidden_layers
+
+
+def test_info_on_what_is_no_preset(run, model):
+    refusal = run("info", "--preset", "longhorn-120m", status=2)
+    assert "--preset longhorn-120m: no such preset; the nearest valid one is longhorn-1" in refusal
+    assert all(name in refusal for name in PRESETS)
+    assert "--preset: not allowed with argument --model" in run("info", "--model", model, "--preset", "x", status=2)

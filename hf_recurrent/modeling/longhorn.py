@@ -69,15 +69,16 @@ class LonghornConfig(RecurrentConfig):
         patch_size: height and width of the patches that become one token each.
         num_channels: of the images.
 
-    The paper's language models (`presets`, named as it names them) have GPT-NeoX's vocabulary, padded to a multiple of
-    8 rows. Its vision models have Vision Mamba's sizes and the 1000 classes of ImageNet: 6.9 and 25.2 million
-    parameters, 7 and 26 by the paper's table (Vision Mamba has 7.1 and 25.8, with its A).
+    The paper's language models (`presets`, named as it names them) are as wide as Transformers of their size and, since
+    a block here has no MLP, twice as deep. Their vocabularies, padded, are GPT-2's for OpenWebText and GPT-NeoX's. Its
+    vision models have Vision Mamba's sizes and the 1000 classes of ImageNet: 6.9 and 25.2 million parameters, 7 and 26
+    by the paper's table (Vision Mamba has 7.1 and 25.8, with its A).
     """
 
     model_type = "longhorn"
     presets = {
-        "longhorn-125m": {"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 12},
-        "longhorn-350m": {"vocab_size": 50280, "hidden_size": 1024, "num_hidden_layers": 24},
+        "longhorn-125m": {"vocab_size": 50304, "hidden_size": 768, "num_hidden_layers": 24},
+        "longhorn-350m": {"vocab_size": 50304, "hidden_size": 1024, "num_hidden_layers": 48},
         "longhorn-1.3b": {"vocab_size": 50280, "hidden_size": 2048, "num_hidden_layers": 48},
         "vision-longhorn-tiny": {**_IMAGENET, "hidden_size": 192},
         "vision-longhorn-small": {**_IMAGENET, "hidden_size": 384},
@@ -114,6 +115,8 @@ class LonghornConfig(RecurrentConfig):
 
 class LonghornMixer(nn.Module):
     """(B, L, hidden_size) -> (B, L, hidden_size); the contract is in layers.py."""
+
+    complex_state = False
 
     def __init__(self, config: LonghornConfig):
         super().__init__()

@@ -36,6 +36,16 @@ class MinGRUConfig(RecurrentConfig):
     """
 
     model_type = "mingru"
+    # The paper's language model of Shakespeare's characters, and its model of Selective Copying.
+    presets = {
+        "mingru-shakespeare": {
+            "vocab_size": 65, "hidden_size": 384, "num_hidden_layers": 3, "hidden_dropout": 0.2,
+        },
+        "mingru-selective-copying": {
+            "vocab_size": 16, "hidden_size": 64, "num_hidden_layers": 3, "expansion": 6, "conv_kernel": 0,
+            "mlp_ratio": 0, "hidden_dropout": 0.1,
+        },
+    }  # fmt: skip
 
     candidate: Literal["positive", "vanilla"] = "positive"
 
@@ -45,6 +55,7 @@ class MinGRUMixer(nn.Module):
 
     scan = staticmethod(mingru_scan)
     num_inputs = 2  # of the scan: hidden, gate
+    complex_state = False
 
     def __init__(self, config: MinGRUConfig):
         super().__init__()

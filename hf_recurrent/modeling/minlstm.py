@@ -38,6 +38,16 @@ class MinLSTMConfig(RecurrentConfig):
     """
 
     model_type = "minlstm"
+    # The paper's language model of Shakespeare's characters, and its model of Selective Copying.
+    presets = {
+        "minlstm-shakespeare": {
+            "vocab_size": 65, "hidden_size": 384, "num_hidden_layers": 3, "hidden_dropout": 0.2,
+        },
+        "minlstm-selective-copying": {
+            "vocab_size": 16, "hidden_size": 64, "num_hidden_layers": 3, "expansion": 6, "conv_kernel": 0,
+            "mlp_ratio": 0, "hidden_dropout": 0.1,
+        },
+    }  # fmt: skip
 
     candidate: Literal["positive", "vanilla"] = "positive"
 

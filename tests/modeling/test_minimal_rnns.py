@@ -112,3 +112,15 @@ def test_a_carried_state_is_used_as_it_is(pair):
         assert ((their_second - whole[:, 4:]).abs().max() > 0.01 * whole.abs().max()).item()
     else:
         torch.testing.assert_close(their_second, whole[:, 4:], rtol=1e-7, atol=1e-12)
+
+
+@each
+def test_presets(pair):
+    config_class, *_ = pair
+    family = config_class.model_type
+    config = config_class.from_preset(f"{family}-shakespeare")
+    assert (config.num_hidden_layers, config.hidden_size, config.recurrent_size) == (3, 384, 768)
+    assert (config.conv_kernel, config.hidden_dropout, config.candidate) == (4, 0.2, "positive")
+    config = config_class.from_preset(f"{family}-selective-copying", hidden_dropout=0.0)
+    assert (config.num_hidden_layers, config.hidden_size, config.recurrent_size, config.vocab_size) == (3, 64, 384, 16)
+    assert (config.conv_kernel, config.mlp_ratio, config.hidden_dropout) == (0, 0, 0.0)
