@@ -149,7 +149,7 @@ class GateLoopMixer(nn.Module):
         self.num_heads = config.num_heads or size
         self.head_size = size // self.num_heads
         self.polar = config.transition == "polar"
-        self.complex_transition = config.complex_transition
+        self.complex_state = config.complex_transition
         self.magnitude = MAGNITUDE_ACTIVATIONS[config.magnitude_activation]
         self.phase = PHASE_ACTIVATIONS[config.phase_activation]
         self.state_shapes = {"recurrent": (self.num_heads, self.head_size, self.head_size)}
@@ -160,7 +160,7 @@ class GateLoopMixer(nn.Module):
             self.state_shapes["conv"] = self.conv1d.state_shape
         self.in_proj = nn.Linear(config.hidden_size, 3 * size, bias=config.use_bias)
         # polar: [alpha | beta], each (heads, d_h); cartesian: (heads, 2), real and imaginary part
-        transitions = (size if self.polar else self.num_heads) * (2 if self.complex_transition else 1)
+        transitions = (size if self.polar else self.num_heads) * (2 if self.complex_state else 1)
         self.transition_proj = self.transition = None
         if config.data_controlled:
             self.transition_proj = nn.Linear(config.hidden_size, transitions)
@@ -180,8 +180,8 @@ class GateLoopMixer(nn.Module):
         if self.polar:
             given = given.unflatten(-1, (-1, self.num_heads, self.head_size))
             magnitude = self.magnitude(given[:, :, 0])
-            return torch.polar(magnitude, self.phase(given[:, :, 1])) if self.complex_transition else magnitude
-        if not self.complex_transition:
+            return torch.polar(magnitude, self.phase(given[:, :, 1])) if self.complex_state else magnitude
+        if not self.complex_state:
             return self.magnitude(given.abs()).copysign(given).unsqueeze(-1)
         c = torch.view_as_complex(given.unflatten(-1, (self.num_heads, 1, 2)))
         return torch.polar(self.magnitude(c.abs()), self.phase(c.angle()))

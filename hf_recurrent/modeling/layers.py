@@ -6,7 +6,8 @@ A mixer is the one part that a family writes itself:
 
     x, y    (B, L, hidden_size)
     state   dict of tensors (B, ...) left by the call before, empty at the start; `mixer.state_shapes` gives their names
-            and shapes without the batch
+            and shapes without the batch. The one called "recurrent" is in float32 (float64 for such weights), or its
+            complex counterpart with `mixer.complex_state`
     mask    (B, L) bool or None: False is padding, which changes no state; y is arbitrary (but finite) there
     reset   (B, L) bool or None: True is the first token of a document, which sees nothing before it
 

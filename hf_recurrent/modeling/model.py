@@ -1,6 +1,7 @@
 """What every family is built from: the backbone and its heads, generic over the mixer."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from .cache import RecurrentCache
 from .configuration import RecurrentConfig
 from .layers import RecurrentBlock, RMSNorm, ShortConvolution
 
+IGNORED = -100  # a label without a loss
 # What the loss takes beside logits and labels; Trainer sends the first.
 LOSS_KWARGS = ("num_items_in_batch", "ignore_index", "shift_labels")
 # What the backbone takes and needs no code for: the decorators of `forward` see to it, or it changes no result.
@@ -121,6 +123,20 @@ def document_starts(
     return None if not is_tracing(starts) and not starts.any() else starts
 
 
+def classes_checked(
+    loss: Callable[[], Tensor], name: str, labels: Tensor, num_classes: int, ignore_index: int = IGNORED
+) -> Tensor:
+    """`loss()`; its IndexError for a label that is none of the classes is made to name the argument. (Looking at the
+    labels first would make a GPU wait at every step.)"""
+    try:
+        return loss()
+    except IndexError:
+        outside = labels[((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)]
+        raise IndexError(
+            f"{name} holds the class {outside[0].item()}, outside the {num_classes} classes (0 to {num_classes - 1})"
+        ) from None
+
+
 class RecurrentPreTrainedModel(PreTrainedModel):
     """Initialisation and loading, for every family and head."""
 
@@ -172,6 +188,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def _residual_scale(self, module: nn.Module) -> float:
         """By how much the initial `module` is narrower for adding to the residual stream."""
         return 1.0
+
+    def classification_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of `config.problem_type` for one prediction per row, (B, num_labels)."""
+        return classes_checked(
+            lambda: self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config),
+            "labels", labels, self.config.num_labels,
+        )  # fmt: skip
 
     def parameter_groups(
         self,
@@ -343,9 +366,11 @@ class RecurrentModel(RecurrentPreTrainedModel):
                     f"inputs_embeds must have the shape (batch, length, {self.config.hidden_size}), "
                     f"got {tuple(inputs_embeds.shape)}"
                 )
-        elif input_ids.ndim != 2 or input_ids.is_floating_point():
+            if not inputs_embeds.is_floating_point():
+                raise ValueError(f"inputs_embeds must be floats, got {inputs_embeds.dtype}: are they input_ids?")
+        elif input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"input_ids must be integers of the shape (batch, length), "
+                f"input_ids must be integers (int64 or int32) of the shape (batch, length), "
                 f"got {input_ids.dtype} of the shape {tuple(input_ids.shape)}"
             )
         name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
@@ -391,6 +416,13 @@ class RecurrentModel(RecurrentPreTrainedModel):
                     f"past_key_values holds states of another model: layer {index} has the shapes {shapes}, "
                     f"{type(self).__name__} expects {layer.mixer.state_shapes} (without the batch)"
                 )
+            wide = torch.float64 if self.dtype is torch.float64 else torch.float32
+            expected = wide.to_complex() if layer.mixer.complex_state else wide
+            if shapes and (dtype := held.states["recurrent"].dtype) is not expected:
+                raise TypeError(
+                    f"past_key_values holds a state of another dtype: layer {index} has {dtype}, "
+                    f"{type(self).__name__} in {self.dtype} expects {expected}"
+                )
 
 
 class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
@@ -433,7 +465,8 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             hidden_states as `RecurrentModel.forward`.
 
         Raises:
-            What `RecurrentModel.forward` raises; ValueError for labels that do not fit the logits.
+            What `RecurrentModel.forward` raises; ValueError for labels that do not fit the logits; IndexError for a
+            label outside the vocabulary.
         """
         loss_kwargs = {name: kwargs.pop(name) for name in LOSS_KWARGS if kwargs.get(name) is not None}
         outputs = self.model(
@@ -458,7 +491,11 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
                 )
             if shift_labels is not None:
                 loss_kwargs["shift_labels"] = shift_labels.contiguous()
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
+            size, ignored = self.config.vocab_size, loss_kwargs.get("ignore_index", IGNORED)
+            loss = classes_checked(
+                lambda: self.loss_function(logits=logits, labels=labels, vocab_size=size, **loss_kwargs),
+                name, given, size, ignored,
+            )  # fmt: skip
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -595,7 +632,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             whose arguments the others are.
 
         Raises:
-            What `RecurrentModel.forward` raises.
+            What `RecurrentModel.forward` raises; IndexError for a label outside the classes.
         """
         outputs = self.model(
             input_ids,
@@ -610,7 +647,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
 
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+            loss = self.classification_loss(logits, labels)
         return SequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,

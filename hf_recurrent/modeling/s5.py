@@ -43,10 +43,12 @@ from .cache import RecurrentCache
 from .configuration import RecurrentConfig, activation, at_least, kernel_size, not_negative, positive, probability
 from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State
 from .model import (
+    IGNORED,
     RecurrentForCausalLM,
     RecurrentForSequenceClassification,
     RecurrentModel,
     RecurrentPreTrainedModel,
+    classes_checked,
     last_token,
     mean_token,
 )
@@ -363,6 +365,8 @@ def _norm(config: S5Config) -> nn.Module:
 
 class S5Mixer(nn.Module):
     """The SSM and the activation after it, (B, L, hidden_size) -> (B, L, hidden_size); the contract is in layers.py."""
+
+    complex_state = True
 
     def __init__(self, config: S5Config):
         super().__init__()
@@ -721,7 +725,11 @@ class S5ForTokenClassification(S5PreTrainedModel):
             raise ValueError(f"labels must have the shape {expected} for {problem}, got {tuple(labels.shape)}")
         real = torch.ones_like(logits[..., 0], dtype=torch.bool) if attention_mask is None else attention_mask != 0
         if classes:
-            return F.cross_entropy(logits.flatten(0, 1).float(), labels.masked_fill(~real, -100).flatten())
+            targets = labels.masked_fill(~real, IGNORED)
+            return classes_checked(
+                lambda: F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()),
+                "labels", targets, self.num_labels,
+            )  # fmt: skip
         loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
         return loss(logits[real], labels[real].to(logits.dtype))
 
@@ -789,5 +797,5 @@ class S5ForDocumentMatching(S5PreTrainedModel):
         logits = self.score(self.act_fn(self.dense(features)))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+            loss = self.classification_loss(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

@@ -53,9 +53,18 @@ ALL = {
     for variant, shared in VARIANTS.items()
 }
 
-# Decorators for tests that take a `config`: every family once, or every family with all of its options.
+# Under each head, the last options of each family: with parameters that are in no Linear, and with buffers.
+HEADS = {
+    f"{config_class.model_type}-{auto_class.__name__}": (auto_class, (config_class, {**TINY, **options[-1]}))
+    for config_class, options in FAMILIES.items()
+    for auto_class in hf_recurrent.FAMILIES[config_class]
+}
+
+# Decorators for tests that take a `config`: every family once, or every family with all of its options; or, with an
+# `auto_class` beside it, every family under each of its heads.
 each_family = pytest.mark.parametrize("config", FIRST.values(), ids=FIRST, indirect=True)
 each_variant = pytest.mark.parametrize("config", ALL.values(), ids=ALL, indirect=True)
+each_head = pytest.mark.parametrize("auto_class, config", HEADS.values(), ids=HEADS, indirect=["config"])
 
 
 def causal_lm(config, dtype: torch.dtype = torch.float64, seed: int = 0):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from families import causal_lm, classifier, each_family, token_ids
+from families import causal_lm, classifier, each_family, each_head, states, token_ids
+
+from hf_recurrent import RecurrentCache
 
 
 @each_family
@@ -26,6 +28,22 @@ SHAPES = [
         {"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 13)},
         ValueError,
         r"inputs_embeds must have the shape \(batch, length, 12\), got \(2, 5, 13\)",
+    ),
+    ({"input_ids": torch.zeros(2, 5, dtype=torch.bool)}, ValueError, r"integers \(int64 or int32\) .* got torch.bool"),
+    (
+        {"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 12, dtype=torch.long)},
+        ValueError,
+        "inputs_embeds must be floats, got torch.int64: are they input_ids?",
+    ),
+    (
+        {"input_ids": None, "inputs_embeds": torch.zeros(2, 0, 12)},
+        ValueError,
+        r"inputs_embeds is empty, with the shape \(2, 0, 12\)",
+    ),
+    (
+        {"input_ids": None, "inputs_embeds": torch.zeros(0, 5, 12)},
+        ValueError,
+        r"inputs_embeds is empty, with the shape \(0, 5, 12\)",
     ),
     ({"attention_mask": torch.ones(2, 4)}, ValueError, r"attention_mask must have the shape \(2, 5\), got \(2, 4\)"),
     ({"attention_mask": torch.ones(1, 5)}, ValueError, r"attention_mask must have the shape \(2, 5\), got \(1, 5\)"),
@@ -111,18 +129,47 @@ def test_arguments_that_are_none_or_change_nothing_are_taken(config):
     assert torch.equal(out.logits, model(input_ids, output_attentions=False).logits)
 
 
-@each_family
-def test_an_all_padding_row_is_finite(config):
-    input_ids = token_ids(config, 2, 5)
-    mask = torch.tensor([[0] * 5, [1] * 5])
-    for model in (causal_lm(config), classifier(config)):
-        assert model(input_ids, attention_mask=mask).logits.isfinite().all()
-
-
-@each_family
-def test_labels_outside_the_classes(config):
+@each_head
+@pytest.mark.parametrize("mask", [[[0] * 5, [1] * 5], [[0] * 5] * 2], ids=["one", "all"])
+def test_rows_of_padding_are_finite(config, auto_class, mask):
+    """Outputs, states and gradients; in training too, with statistics over a batch where there is nothing."""
     config.num_labels = 3
-    with pytest.raises(IndexError, match="Target 3 is out of bounds"):
-        classifier(config)(token_ids(config, 2, 5), labels=torch.tensor([0, 3]))
-    with pytest.raises(IndexError, match="Target 61 is out of bounds"):
-        causal_lm(config)(token_ids(config, 1, 5), labels=torch.full((1, 5), 61))
+    input_ids, mask = token_ids(config, 2, 5), torch.tensor(mask)
+    model = auto_class.from_config(config)
+    for training in (False, True):
+        model.train(training).zero_grad()
+        out = model(input_ids, attention_mask=mask)
+        assert out[0].isfinite().all()
+        assert all(x.isfinite().all() for x in states(getattr(out, "past_key_values", None) or RecurrentCache(config)))
+        out[0].sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+        assert all(x.isfinite().all() for x in model.state_dict().values())
+
+
+@each_family
+@pytest.mark.parametrize("bad", [-1, 3, 70])
+def test_labels_outside_the_classes(config, bad):
+    config.num_labels = 3
+    message = rf"^labels holds the class {bad}, outside the 3 classes \(0 to 2\)$"
+    with pytest.raises(IndexError, match=message):
+        classifier(config)(token_ids(config, 2, 5), labels=torch.tensor([0, bad]))
+    config.vocab_size = 3
+    labels = torch.tensor([[0, -100, 1, bad, 2]])
+    for name, arguments in (("labels", {}), ("shift_labels", {"shift_labels": labels})):
+        with pytest.raises(IndexError, match=message.replace("labels", name, 1)):
+            causal_lm(config)(torch.zeros(1, 5, dtype=torch.long), labels=labels, **arguments)
+
+
+@each_family
+def test_a_state_of_another_dtype(config):
+    double, single = causal_lm(config), causal_lm(config, torch.float32)
+    input_ids = token_ids(config, 2, 5)
+    for model, other in ((double, single), (single, double)):
+        cache = other(input_ids, use_cache=True).past_key_values
+        given = cache.layers[0].states["recurrent"].dtype
+        expected = model(input_ids, use_cache=True).past_key_values.layers[0].states["recurrent"].dtype
+        with pytest.raises(TypeError, match=f"layer 0 has {given}, .*Model in {model.dtype} expects {expected}"):
+            model(input_ids, past_key_values=cache)
+    # The states of bfloat16 weights are in float32, and so go on under others.
+    narrow = causal_lm(config, torch.bfloat16)
+    single(input_ids, past_key_values=narrow(input_ids, use_cache=True).past_key_values)

@@ -336,3 +336,10 @@ def test_a_cache_of_other_heads():
     model = causal_lm(GateLoopConfig(**SIZES, num_heads=2))
     with pytest.raises(ValueError, match=r"layer 0 has the shapes \{'recurrent': \(12, 1, 1\)\}"):
         model(torch.ones(1, 3, dtype=torch.long), past_key_values=cache)
+
+
+def test_a_real_state_in_a_complex_model():
+    real, complex_ = (causal_lm(GateLoopConfig(**SIZES, complex_transition=c), torch.float32) for c in (False, True))
+    cache = real(torch.ones(1, 3, dtype=torch.long), use_cache=True).past_key_values
+    with pytest.raises(TypeError, match="layer 0 has torch.float32, .* expects torch.complex64"):
+        complex_(torch.ones(1, 3, dtype=torch.long), past_key_values=cache)

@@ -7,18 +7,19 @@ import sys
 import pytest
 import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-from families import causal_lm, classifier, each_family, each_variant, token_ids
+from families import causal_lm, classifier, each_family, each_head, each_variant, token_ids
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hf_recurrent
 
 
 def assert_same_weights(got, expected):
-    expected = dict(expected.named_parameters())
-    assert {name for name, _ in got.named_parameters()} == set(expected)
-    for name, parameter in got.named_parameters():
-        assert parameter.device.type == "cpu"
-        assert torch.equal(parameter, expected[name]), name
+    """Parameters and buffers."""
+    expected = expected.state_dict()
+    assert set(got.state_dict()) == set(expected)
+    for name, x in got.state_dict().items():
+        assert x.device.type == "cpu"
+        assert torch.equal(x, expected[name]), name
 
 
 @each_variant
@@ -45,16 +46,42 @@ def test_sharded_checkpoints(config, tmp_path):
     assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto"), model)
 
 
-@each_family
-def test_the_meta_device(config, tmp_path):
-    model = causal_lm(config, torch.float32)
-    model.save_pretrained(tmp_path)
-    for context in (init_empty_weights(), torch.device("meta")):
-        with context:
-            empty = AutoModelForCausalLM.from_config(config)
-        assert all(p.device.type == "meta" for p in empty.parameters())
-    filled = load_checkpoint_and_dispatch(empty, tmp_path, device_map={"": "cpu"})
-    assert_same_weights(filled, model)
+@each_head
+def test_every_head_through_the_meta_device(config, auto_class, tmp_path):
+    """What is no Linear too: the parameters and buffers of the recurrences and norms."""
+    config.num_labels = 3
+    torch.manual_seed(0)
+    model = auto_class.from_config(config)
+    input_ids = token_ids(config, 2, 9)
+    model.train()(input_ids)  # which changes the running statistics of a batch norm
+    model.eval().save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        expected = model(input_ids)[0]
+        for kwargs in ({"device_map": "auto"}, {"low_cpu_mem_usage": True}):
+            loaded = auto_class.from_pretrained(tmp_path / "model", **kwargs)
+            assert_same_weights(loaded, model)
+            assert torch.equal(loaded(input_ids)[0], expected)
+        for context in (init_empty_weights(include_buffers=True), torch.device("meta")):
+            with context:
+                empty = auto_class.from_config(config)
+            assert all(x.device.type == "meta" for x in empty.state_dict().values())
+        filled = load_checkpoint_and_dispatch(empty, tmp_path / "model", device_map={"": "cpu"})
+        assert_same_weights(filled, model)
+        assert torch.equal(filled.eval()(input_ids)[0], expected)
+        with init_empty_weights():
+            empty = auto_class.from_config(config)
+        empty.tie_weights()  # which init_empty_weights has undone
+        backbone, prefix = (empty, "") if auto_class is AutoModel else (empty.model, "model.")
+        names = [name for name, _ in empty.named_children() if name not in ("model", "layers")]
+        names += [prefix + name for name, _ in backbone.named_children() if name != "layers"]
+        device_map = {name: "cpu" for name in [*names, f"{prefix}layers.0"]} | {f"{prefix}layers.1": "disk"}
+        options = {"device_map": device_map, "offload_buffers": True}
+        for offloaded in (
+            load_checkpoint_and_dispatch(empty, tmp_path / "model", offload_folder=str(tmp_path / "1"), **options),
+            auto_class.from_pretrained(tmp_path / "model", offload_folder=str(tmp_path / "2"), **options),
+        ):
+            assert any(x.device.type == "meta" for x in offloaded.parameters())
+            assert torch.equal(offloaded.eval()(input_ids)[0], expected)
 
 
 @each_family

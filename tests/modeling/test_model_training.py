@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from families import FIRST, TINY, causal_lm, classifier, each_family, each_variant, states, token_ids
+from families import FIRST, TINY, causal_lm, classifier, each_family, each_head, each_variant, states, token_ids
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import hf_recurrent
 
@@ -86,7 +86,7 @@ def test_one_batch_is_learnt(config):
     config.initializer_range = None
     config.hidden_dropout = 0.0
     torch.manual_seed(0)
-    model = hf_recurrent.FAMILIES[type(config)][hf_recurrent.modeling.AutoModelForCausalLM](config).train()
+    model = AutoModelForCausalLM.from_config(config).train()
     input_ids = token_ids(config, 4, 12)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
     for _ in range(200):
@@ -271,6 +271,27 @@ def test_embeddings_can_be_resized(config):
         model(torch.tensor([[old - 5]]))
 
 
+@each_head
+@torch.no_grad()
+def test_every_head_takes_embeddings_and_a_larger_vocabulary(config, auto_class):
+    config.num_labels = 3
+    torch.manual_seed(0)
+    model = auto_class.from_config(config).double().eval()
+    input_ids = token_ids(config, 2, 7)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    out = model(input_ids, attention_mask=mask, output_hidden_states=True)
+    embeds = model.get_input_embeddings()(input_ids)
+    again = model(inputs_embeds=embeds, attention_mask=mask, output_hidden_states=True)
+    assert torch.equal(again[0], out[0]) and len(out.hidden_states) == config.num_hidden_layers + 1
+    assert all(torch.equal(*pair) for pair in zip(again.hidden_states, out.hidden_states, strict=True))
+    old = config.vocab_size
+    model.resize_token_embeddings(old + 3)
+    assert model.config.vocab_size == old + 3 == model.get_input_embeddings().num_embeddings
+    resized = model(input_ids, attention_mask=mask)[0]
+    torch.testing.assert_close(resized[..., :old] if auto_class is AutoModelForCausalLM else resized, out[0])
+    assert model(torch.full((1, 2), old + 2))[0].isfinite().all()
+
+
 @each_family
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
@@ -344,7 +365,7 @@ def test_classification_losses(config, num_labels, problem_type, labels):
 def test_a_fresh_model_guesses_uniformly(config_class, options):
     config = config_class(**{"vocab_size": 256, **options})
     torch.manual_seed(0)
-    model = hf_recurrent.FAMILIES[config_class][hf_recurrent.modeling.AutoModelForCausalLM](config)
+    model = AutoModelForCausalLM.from_config(config)
     input_ids = token_ids(config, 4, 128)
     loss = model(input_ids, labels=input_ids).loss
     assert loss == pytest.approx(math.log(config.vocab_size), rel=0.02)
@@ -355,7 +376,7 @@ def test_initial_weights(config):
     torch.manual_seed(0)
     config.initializer_range = None
     config.hidden_size, config.num_hidden_layers = 80, 3
-    model = hf_recurrent.FAMILIES[type(config)][hf_recurrent.modeling.AutoModelForCausalLM](config)
+    model = AutoModelForCausalLM.from_config(config)
     terms = 3 * (2 if config.mlp_ratio else 1)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -373,7 +394,7 @@ def test_initial_weights(config):
             assert module.weight.std().item() == pytest.approx((1 / (3 * config.conv_kernel)) ** 0.5, rel=0.2), name
             assert module.weight.abs().max() <= config.conv_kernel**-0.5
     config.initializer_range = 0.07
-    model = hf_recurrent.FAMILIES[type(config)][hf_recurrent.modeling.AutoModelForCausalLM](config)
+    model = AutoModelForCausalLM.from_config(config)
     assert model.model.embed_tokens.weight.std().item() == pytest.approx(0.07, rel=0.05)
 
 
@@ -428,26 +449,35 @@ def trainer(model, path, data, **kwargs):
 
 
 @each_family
-def test_trainer(config, tmp_path):
-    """A few steps with accumulation and checkpointing, an evaluation, and the saved model's own loss again."""
+@pytest.mark.parametrize(
+    "options", [{"gradient_checkpointing": True, "gradient_accumulation_steps": 2}, {"bf16": True}]
+)
+def test_trainer(config, options, tmp_path):
+    """Ten steps with the family's own parameter groups, an evaluation, and the saved model's own loss again."""
     model = causal_lm(config, torch.float32)
-    run = trainer(
-        model,
-        tmp_path,
-        texts(config),
-        max_steps=4,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        gradient_checkpointing=True,
-        learning_rate=5e-3,
-    )
+    run = trainer(model, tmp_path, texts(config), max_steps=10, per_device_train_batch_size=2, **options)
+    run.optimizer = torch.optim.AdamW(model.parameter_groups(5e-3, 0.1, recurrence_lr=2e-3))
     before = run.evaluate()["eval_loss"]
     run.train()
     after = run.evaluate()["eval_loss"]
     assert after < before
+    rates = [group["initial_lr"] for group in run.optimizer.param_groups]
+    assert set(rates) == {group["lr"] for group in model.parameter_groups(5e-3, recurrence_lr=2e-3)}
     run.save_model(tmp_path / "saved")
     loaded = type(model).from_pretrained(tmp_path / "saved")
-    assert trainer(loaded, tmp_path, texts(config)).evaluate()["eval_loss"] == pytest.approx(after)
+    again = trainer(loaded, tmp_path, texts(config), bf16=options.get("bf16", False))
+    assert again.evaluate()["eval_loss"] == pytest.approx(after)
+
+
+@each_family
+def test_trainer_on_a_classifier(config, tmp_path):
+    config.num_labels = 3
+    model = classifier(config, torch.float32)
+    data = [{"input_ids": row["input_ids"], "labels": i % 3} for i, row in enumerate(texts(config))]
+    run = trainer(model, tmp_path, data, max_steps=10, gradient_checkpointing=True, bf16=True, learning_rate=5e-3)
+    before = run.evaluate()["eval_loss"]
+    run.train()
+    assert run.evaluate()["eval_loss"] < before
 
 
 @each_family

@@ -574,10 +574,10 @@ def test_bad_inputs(model_class):
 
 def test_labels_outside_the_classes():
     x = torch.randn(2, 5, 3)
-    with pytest.raises(IndexError, match="Target 4 is out of bounds"):
+    with pytest.raises(IndexError, match="labels holds the class 4, outside the 4 classes"):
         model = fresh(S5ForSequenceClassification, tiny(input_size=3, num_labels=4), torch.float32)
         model(input_features=x, labels=torch.tensor([0, 4]))
-    with pytest.raises(IndexError, match="Target 4 is out of bounds"):
+    with pytest.raises(IndexError, match="labels holds the class 4, outside the 4 classes"):
         model = fresh(S5ForTokenClassification, tiny(input_size=3, num_labels=4), torch.float32)
         model(input_features=x, labels=torch.full((2, 5), 4))
 
