@@ -1,5 +1,7 @@
 """What every family is built from: the backbone and its heads, generic over the mixer."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 
@@ -135,6 +137,24 @@ def classes_checked(
         raise IndexError(
             f"{name} holds the class {outside[0].item()}, outside the {num_classes} classes (0 to {num_classes - 1})"
         ) from None
+
+
+def taking(forward: Callable, **inputs: type) -> Callable:
+    """`forward`, whose **kwargs take `inputs` already, with their names in its signature: there Trainer looks for the
+    columns to keep and `generate` for the arguments to pass on."""
+    signature = inspect.signature(forward)
+    *named, kwargs = signature.parameters.values()
+    named += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in inputs.items()
+    ]
+
+    @functools.wraps(forward)
+    def forward_taking(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    forward_taking.__signature__ = signature.replace(parameters=[*named, kwargs])
+    return forward_taking
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):

@@ -19,8 +19,8 @@ All products with B~ and C~ are products of real matrices. Parameters of the SSM
 authors' code (lindermanlab/S5). So have the defaults, but for the norm ("layer") and the final norm after the blocks.
 """
 
-import functools
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -31,16 +31,16 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
     SequenceClassifierOutput,
-    SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
 )
 from transformers.utils import can_return_tuple, is_tracing
 
 from ..scan import linear_scan
+from ..scan.elementwise import gate, skip_gelu
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, activation, at_least, kernel_size, not_negative, positive, probability
+from .hippo import hippo_normal, lecun_normal
 from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State
 from .model import (
     IGNORED,
@@ -51,6 +51,7 @@ from .model import (
     classes_checked,
     last_token,
     mean_token,
+    taking,
 )
 
 # Sizes from the authors' run scripts and, for the last three, the paper's table 11. The pendulum's images go through a
@@ -176,28 +177,8 @@ class S5Config(RecurrentConfig):
             raise ValueError(f"input_size must be None or at least 1, got {self.input_size}")
 
 
-@functools.cache
-def hippo_normal(size: int) -> tuple[Tensor, Tensor]:
-    """
-    HiPPO-N, the normal part of the HiPPO-LegS matrix (section 3.2 and appendix B.1.1 of the paper).
-
-    Returns:
-        eigenvalues, (size,), by rising imaginary part, and eigenvectors, (size, size), one per column; complex128.
-    """
-    n = torch.arange(size, dtype=torch.float64, device="cpu")
-    root = (2 * n + 1).sqrt()
-    legs = torch.diag(n) - torch.tril(torch.outer(root, root))
-    normal = legs + torch.outer(root, root) / 2
-    # -1/2 on the diagonal, the rest is skew-symmetric.
-    imaginary, vectors = torch.linalg.eigh(-1j * (normal + torch.eye(size, dtype=n.dtype, device="cpu") / 2))
-    return torch.complex(torch.full_like(imaginary, -0.5), imaginary), vectors
-
-
-def _lecun_normal(*shape: int, fan_in: int) -> Tensor:
-    """JAX's lecun_normal: a normal distribution cut off at two standard deviations, with the variance 1 / fan_in."""
-    std = 1 / math.sqrt(fan_in) / 0.87962566103423978
-    values = torch.empty(shape, dtype=torch.float64, device="cpu")
-    return nn.init.trunc_normal_(values, std=std, a=-2 * std, b=2 * std)
+def _skip(y: Tensor, x: Tensor, d: Tensor) -> Tensor:
+    return torch.addcmul(y, d, x)
 
 
 class S5SSM(nn.Module):
@@ -224,14 +205,14 @@ class S5SSM(nn.Module):
         eigenvalues, vectors = eigenvalues[:kept].repeat(config.num_blocks), vectors[:, :kept]
         init.copy_(self.Lambda_re, eigenvalues.real)
         init.copy_(self.Lambda_im, eigenvalues.imag)
-        b = _lecun_normal(config.num_blocks, size, width, fan_in=config.state_size).to(vectors.dtype)
+        b = lecun_normal(config.num_blocks, size, width, fan_in=config.state_size).to(vectors.dtype)
         init.copy_(self.B, torch.view_as_real(vectors.mH @ b).view(self.B.shape))
         for c in (self.C1, self.C2) if config.bidirectional else (self.C,):
             if config.c_init == "complex_normal":
                 init.normal_(c, std=math.sqrt(0.5))
                 continue
             fan_in = config.state_size * (width if config.c_init == "lecun_normal" else 1)
-            values = torch.view_as_complex(_lecun_normal(width, config.num_blocks, size, 2, fan_in=fan_in))
+            values = torch.view_as_complex(lecun_normal(width, config.num_blocks, size, 2, fan_in=fan_in))
             init.copy_(c, torch.view_as_real(values @ vectors).view(c.shape))
         init.normal_(self.D)
         init.uniform_(self.log_step, math.log(config.dt_min), math.log(config.dt_max))
@@ -260,6 +241,7 @@ class S5SSM(nn.Module):
         reset: Tensor | None,
         step_rescale: float | None = None,
         timesteps: Tensor | None = None,
+        skip: Callable[[Tensor, Tensor, Tensor], Tensor] = _skip,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
@@ -269,6 +251,7 @@ class S5SSM(nn.Module):
             step_rescale: in place of the configuration's.
             timesteps: (B, L), the time from the sample before to this one, in units of Delta. The backward scan takes
                 the time to the next sample, 1 at the end, as the authors' code does.
+            skip: (C h, x, D) -> y, for a caller that fuses what follows with C h + D x.
 
         Returns:
             y, (B, L, H), and the state after the last real position, None with `bidirectional`.
@@ -288,9 +271,9 @@ class S5SSM(nn.Module):
                 scans.append((a, gain * drive))
         h, final = linear_scan(*scans[0], state, mask=mask, reset=reset)
         if not self.config.bidirectional:
-            return self._read(h, self.C, x) + self.D * x, final
+            return skip(self._read(h, self.C, x), x, self.D), final
         backward, _ = linear_scan(*scans[1], mask=mask, reset=reset, reverse=True)
-        return self._read(h, self.C1, x) + self._read(backward, self.C2, x) + self.D * x, None
+        return skip(self._read(h, self.C1, x) + self._read(backward, self.C2, x), x, self.D), None
 
     def _drive(self, x: Tensor, b: Tensor) -> Tensor:
         """B u, (B, L, P') complex, as one real product with the rows of Re B and Im B in turn."""
@@ -319,8 +302,13 @@ def _intervals(timesteps: Tensor, mask: Tensor | None, reset: Tensor | None) -> 
 class ChannelDropout(nn.Dropout):
     """Dropout of whole channels: (B, L, D) with one draw per row and channel."""
 
+    def scale(self, x: Tensor) -> Tensor | None:
+        """What `forward` multiplies x by, (B, 1, D); None where that is 1."""
+        return super().forward(x.new_ones(x.shape[0], 1, x.shape[2])) if self.training and self.p else None
+
     def forward(self, x: Tensor) -> Tensor:
-        return x * super().forward(x.new_ones(x.shape[0], 1, x.shape[2])) if self.training and self.p else x
+        scale = self.scale(x)
+        return x if scale is None else x * scale
 
 
 class S5BatchNorm(nn.Module):
@@ -340,21 +328,26 @@ class S5BatchNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(channels))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self.training and mask is None:
+            dtype = torch.promote_types(x.dtype, torch.float32)  # that of the statistics too
+            weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+            y, mean, inverse = torch.native_batch_norm(x.flatten(0, 1), weight, bias, None, None, True, 0.0, self.eps)
+            self._track(mean, inverse**-2 - self.eps, self.momentum)
+            return y.view_as(x)
         mean, variance = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
         if self.training:
-            share = self.momentum
-            if mask is None:
-                variance, mean = torch.var_mean(x, (0, 1), correction=0)
-            else:
-                count = mask.sum().clamp(min=1)
-                mean = torch.where(mask[..., None], x, 0).sum((0, 1)) / count
-                variance = torch.where(mask[..., None], x - mean, 0).square().sum((0, 1)) / count
-                share = share * mask.any().to(self.running_mean.dtype)  # a batch of padding has no statistics
-            with torch.no_grad():
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-                self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+            count = mask.sum().clamp(min=1)
+            mean = torch.where(mask[..., None], x, 0).sum((0, 1)) / count
+            variance = torch.where(mask[..., None], x - mean, 0).square().sum((0, 1)) / count
+            # A batch of padding has no statistics.
+            self._track(mean, variance, self.momentum * mask.any().to(self.running_mean.dtype))
         scale = torch.rsqrt(variance + self.eps) * self.weight
         return torch.addcmul(self.bias - mean * scale, x, scale)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, share: float | Tensor) -> None:
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
 
 def _norm(config: S5Config) -> nn.Module:
@@ -384,6 +377,7 @@ class S5Mixer(nn.Module):
         if not config.bidirectional:
             self.state_shapes["recurrent"] = (self.ssm.states,)
         self.act_fn = ACT2FN[config.hidden_act]
+        self.gelu_is_fused = config.hidden_act == "gelu_pytorch_tanh"
         if config.activation == "full_glu":
             self.out1 = nn.Linear(inner, inner, bias=bias)
         if config.activation != "gelu":
@@ -399,15 +393,18 @@ class S5Mixer(nn.Module):
             x, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
         if self.in_proj is not None:
             x = self.in_proj(x)
-        y, final_state = self.ssm(x, state.get("recurrent"), mask, reset, **steps)
+        # One tensor after the SSM in place of four, where nothing but its GELU is needed and that is the default one.
+        fused = self.activation != "half_glu2" and self.gelu_is_fused
+        skip = (lambda y, x, d: skip_gelu(y, x, d, self.dropout.scale(x))) if fused else _skip
+        y, final_state = self.ssm(x, state.get("recurrent"), mask, reset, **steps, skip=skip)
         if final_state is not None:
             new_state["recurrent"] = final_state
-        g = self.dropout(self.act_fn(y))
+        g = y if fused else self.dropout(self.act_fn(y))
         if self.activation == "gelu":
             y = g
         else:
             value = y if self.activation == "half_glu2" else g if self.out1 is None else self.out1(g)
-            y = self.dropout(value * torch.sigmoid(self.out2(g)))
+            y = gate(value, self.out2(g), self.dropout.scale(g))
         return y if self.out_proj is None else self.out_proj(y), new_state
 
 
@@ -574,7 +571,8 @@ def _check_timesteps(timesteps: Tensor, shape: tuple[int, int], attention_mask: 
 
 class S5ForCausalLM(S5PreTrainedModel, RecurrentForCausalLM):
     """
-    S5 with a language-model head; see `RecurrentForCausalLM`. `generate` takes `step_rescale` too.
+    S5 with a language-model head; see `RecurrentForCausalLM`, and `S5Model` for the steps. `generate` takes
+    `step_rescale` too.
 
     Raises:
         ValueError: a configuration that is bidirectional or reads features.
@@ -590,74 +588,25 @@ class S5ForCausalLM(S5PreTrainedModel, RecurrentForCausalLM):
             )
         super().__init__(config)
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: RecurrentCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        timesteps: Tensor | None = None,
-        step_rescale: float | None = None,
-        **kwargs,
-    ) -> CausalLMOutputWithPast:
-        """As `RecurrentForCausalLM.forward`, with the steps of `S5Model.forward`."""
-        return super().forward(
-            input_ids,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            inputs_embeds,
-            labels,
-            use_cache,
-            logits_to_keep,
-            timesteps=timesteps,
-            step_rescale=step_rescale,
-            **kwargs,
-        )
+    forward = taking(RecurrentForCausalLM.forward, timesteps=Tensor | None, step_rescale=float | None)
 
 
 class S5ForSequenceClassification(S5PreTrainedModel, RecurrentForSequenceClassification):
     """
     S5 with a linear classifier on the mean of the real positions, or the last of them (`config.pooling`);
-    classification, multi-label classification or regression by `config.problem_type`.
+    classification, multi-label classification or regression by `config.problem_type`. The mean is that of the positions
+    that `attention_mask` marks as real, without one of all in this call. See `RecurrentForSequenceClassification`; the
+    other inputs are those of `S5Model.forward`.
     """
 
     model_class = S5Model
     score_bias = True
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: RecurrentCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        input_features: Tensor | None = None,
-        timesteps: Tensor | None = None,
-        step_rescale: float | None = None,
-        **kwargs,
-    ) -> SequenceClassifierOutputWithPast:
-        """As `RecurrentForSequenceClassification.forward`, with the inputs of `S5Model.forward`. The mean is that of
-        the positions that `attention_mask` marks as real, without one of all in this call."""
-        return super().forward(
-            input_ids,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            inputs_embeds,
-            labels,
-            use_cache,
-            input_features=input_features,
-            timesteps=timesteps,
-            step_rescale=step_rescale,
-            **kwargs,
-        )
+    forward = taking(
+        RecurrentForSequenceClassification.forward,
+        input_features=Tensor | None,
+        timesteps=Tensor | None,
+        step_rescale=float | None,
+    )
 
 
 class S5ForTokenClassification(S5PreTrainedModel):

@@ -1,0 +1,126 @@
+"""What comes after a recurrence, elementwise, with each tensor read and written once in each direction.
+
+On the CPU, where PyTorch would go through memory for every operation, by compiled kernels (csrc/elementwise.h);
+elsewhere, and under torch.compile, which fuses such operations itself, by the plain PyTorch that defines each function.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from . import cpu
+from .ops import choose_backend
+from .reference import STATE_DTYPES
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "length", "channels", "threads")),
+        ("inputs", cpu.TensorStruct * 2),
+        *((name, ctypes.c_void_p) for name in ("d", "m", "out")),
+        ("grad_out", cpu.TensorStruct),
+        ("grad_inputs", ctypes.c_void_p * 2),
+        ("grad_d", ctypes.c_void_p),
+    ]
+
+
+def _skip_gelu(x: Tensor, y: Tensor, d: Tensor, m: Tensor | None) -> Tensor:
+    o = F.gelu(x + d * y, approximate="tanh")
+    return o if m is None else m * o
+
+
+def _gate(x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None) -> Tensor:
+    o = x * torch.sigmoid(y)
+    return o if m is None else m * o
+
+
+FUNCTIONS = (_skip_gelu, _gate)  # in the order of csrc/elementwise_cpu.cpp
+
+
+class _Compiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function: int, x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x, y, d, m)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        _call(function, False, x, y, d, m, out=out.data_ptr())
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, y, d, m = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+            wanted = [t for t in (x, y, d) if t is not None and t.requires_grad]
+            grads = torch.autograd.grad(FUNCTIONS[ctx.function](x, y, d, m), wanted, grad, create_graph=True)
+            found = iter(grads)
+            return None, *(next(found) if t is not None and t.requires_grad else None for t in (x, y, d)), None
+        grad_x, grad_y = (torch.empty(x.shape, dtype=x.dtype) for _ in "xy")
+        grad_d = torch.zeros(cpu.threads_for(x.numel()), x.shape[2], dtype=STATE_DTYPES[x.dtype])
+        grad = _rows(grad)
+        _call(
+            ctx.function,
+            True,
+            x,
+            y,
+            d,
+            m,
+            grad_out=cpu.describe(grad),
+            grad_inputs=(ctypes.c_void_p * 2)(grad_x.data_ptr(), grad_y.data_ptr()),
+            grad_d=grad_d.data_ptr(),
+        )
+        return None, grad_x, grad_y, None if d is None else grad_d.sum(0).to(d.dtype), None
+
+
+def _call(function: int, backwards: bool, x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None, **fields) -> None:
+    state = STATE_DTYPES[x.dtype]
+    ones = torch.ones(x.shape[2], dtype=state)
+    x, y = _rows(x), _rows(y)
+    d = ones if d is None else d.to(state).contiguous()
+    m = (ones if m is None else m.to(state)).expand(len(x), 1, -1).contiguous()
+    problem = _Problem(
+        *x.shape,
+        threads=cpu.threads_for(x.numel()),
+        inputs=(cpu.TensorStruct * 2)(cpu.describe(x), cpu.describe(y)),
+        d=d.data_ptr(),
+        m=m.data_ptr(),
+        **fields,
+    )
+    if x.numel():
+        cpu.call("elementwise_cpu", "hfr_elementwise", x.dtype, problem, function, backwards)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _apply(plain: Callable, x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None) -> Tensor:
+    # A single position is over before a call of the kernel has begun.
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, FakeTensor)
+    if traced or x.shape[1] == 1 or choose_backend(None, x.device) != "cpu":
+        return plain(x, y, d, m)
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in (x, y, d) if t is not None))
+    return _Compiled.apply(FUNCTIONS.index(plain), x.to(dtype), y.to(dtype), d, m)
+
+
+def skip_gelu(x: Tensor, skipped: Tensor, d: Tensor, scale: Tensor | None = None) -> Tensor:
+    """scale * gelu(x + d * skipped), with the tanh approximation of GELU.
+
+    Args:
+        x, skipped: (B, L, D), real.
+        d: (D,).
+        scale: (B, 1, D) or absent; has no gradient.
+
+    Returns:
+        (B, L, D).
+    """
+    return _apply(_skip_gelu, x, skipped, d, scale)
+
+
+def gate(x: Tensor, gate: Tensor, scale: Tensor | None = None) -> Tensor:
+    """scale * x * sigmoid(gate), with arguments as for `skip_gelu`."""
+    return _apply(_gate, x, gate, None, scale)
