@@ -21,6 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
+import families
 import peers
 import report
 from hf_recurrent import MinGRUConfig, MinGRUForCausalLM
@@ -223,6 +224,20 @@ def measure_step(m: Measurement) -> None:
     m.add("step", m.step_shape, "float32", "training step", timings)
 
 
+def measure_families(m: Measurement) -> None:
+    """A training step of each family against the same with a product for its recurrence, and against its bare matrix
+    products (which are all that the peer is measured against)."""
+    batches = [torch.randint(peers.VOCABULARY, m.step_shape) for _ in range(INPUT_SETS)]
+    for name, build in families.models(m.all_peers).items():
+        step = _training_step(build(), batches)
+        limits = {"products": families.matrix_products(build(), batches[0].numel())}
+        if name in families.OURS:
+            limits["families"] = families.with_product(_training_step(build(), batches))
+        for section, limit in limits.items():
+            timings = paired(limit, {name: step}, m.repeats, title=f"{name} {m.step_shape}")
+            m.add(section, m.step_shape, "float32", "training step", timings)
+
+
 # ---- peak memory -----------------------------------------------------------------------------------------------------
 
 MEMORY_MODELS = ("hf_recurrent minGRU", "minGRU-pytorch minLM")
@@ -288,6 +303,7 @@ MEASURES = {
     "scan": measure_scan,
     "cell": measure_cell,
     "step": measure_step,
+    "families": measure_families,
     "memory": measure_memory,
     "length": measure_length,
 }

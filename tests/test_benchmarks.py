@@ -50,6 +50,9 @@ def test_every_section_is_measured(measured):
     names = {section: {row["name"] for row in results if row["section"] == section} for section in ("scan", "step")}
     assert {"linear_scan", "plain loop"} <= names["scan"]
     assert {"hf_recurrent minGRU", "matrix products alone", "nn.GRU", "nn.LSTM"} <= names["step"]
+    for section in ("families", "products"):
+        found = {row["name"] for row in results if row["section"] == section}
+        assert found == {"minLSTM", "GateLoop, polar", "GateLoop, cartesian", "Longhorn", "S5"}
     assert {row["name"] for row in results if row["section"] == "memory"} >= {"hf_recurrent minGRU"}
     assert {row["name"] for row in results if row["section"] == "length"} >= {"linear_scan", "mingru_scan positive"}
     for row in results:
