@@ -21,9 +21,9 @@ import psutil
 import torch
 from torch import Tensor
 
-import families
 import peers
 import report
+import training_steps
 from hf_recurrent import MinGRUConfig, MinGRUForCausalLM
 from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.scan import available_backends, linear_scan, mingru_scan
@@ -228,11 +228,11 @@ def measure_families(m: Measurement) -> None:
     """A training step of each family against the same with a product for its recurrence, and against its bare matrix
     products (which are all that the peer is measured against)."""
     batches = [torch.randint(peers.VOCABULARY, m.step_shape) for _ in range(INPUT_SETS)]
-    for name, build in families.models(m.all_peers).items():
+    for name, build in training_steps.models(m.all_peers).items():
         step = _training_step(build(), batches)
-        limits = {"products": families.matrix_products(build(), batches[0].numel())}
-        if name in families.OURS:
-            limits["families"] = families.with_product(_training_step(build(), batches))
+        limits = {"products": training_steps.matrix_products(build(), batches[0].numel())}
+        if name in training_steps.OURS:
+            limits["families"] = training_steps.with_product(_training_step(build(), batches))
         for section, limit in limits.items():
             timings = paired(limit, {name: step}, m.repeats, title=f"{name} {m.step_shape}")
             m.add(section, m.step_shape, "float32", "training step", timings)

@@ -21,6 +21,7 @@ from oracle import (
 )
 
 from hf_recurrent.scan import linear_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan.reference import STATE_DTYPES
 
 BACKENDS = ["chunked", "cpu"]
 
@@ -57,7 +58,7 @@ def test_linear_options(backend, dtype, with_reset, with_mask, reverse):
 @pytest.mark.parametrize("channels", [768, 777], ids=["whole lines", "odd rows"])
 def test_outputs_larger_than_caches(channels, cell, reverse):
     """Large outputs whose rows start on cache lines are written by other instructions than the rest."""
-    shape = (2, 1000, channels)
+    shape = (8, 180, channels)
     dtype = torch.float32
     scan, count = CELLS.get(cell, (linear, 2))
     inputs = [random(*shape, dtype=dtype) for _ in range(count)]
@@ -312,6 +313,44 @@ def test_threads_and_blocks_change_nothing():
             assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def three_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(threads)
+
+
+LONG = (1, 1600, 40)  # one row of few channels: three threads can only share out its time
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("flags", ["none", "mask", "mask and reset"])
+@pytest.mark.parametrize("cell", ["linear", *CELLS])
+def test_segments_of_time(three_threads, cell, flags, reverse):
+    scan, count = CELLS.get(cell, (linear, 2))
+    for dtype in (torch.float32, *([torch.bfloat16, torch.complex64] if cell == "linear" else [])):
+        inputs = [random(*LONG, dtype=dtype) for _ in range(count)]
+        if cell == "linear":
+            inputs[0] = coefficients(*LONG, dtype=dtype)
+        mask, reset = mask_and_reset(*LONG[:2])
+        mask[0, 500:1100] = False  # a whole segment and more
+        options = {"mask": None if flags == "none" else mask, "reset": reset if "reset" in flags else None}
+        state = random(1, LONG[2], dtype=STATE_DTYPES[dtype])
+        compare(scan, inputs, state, backend="cpu", reverse=reverse, **options)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("shape", [LONG, (1, 1, 40)], ids=["over time", "constant"])
+def test_segments_of_time_that_forget_nothing(three_threads, shape, dtype, reverse):
+    """The state at the start is still there, by a tenth and more, at the end."""
+    magnitude = 1 - 1e-3 * torch.rand(shape, dtype=torch.float64)
+    a = torch.polar(magnitude, 6 * torch.rand(shape, dtype=torch.float64)) if dtype.is_complex else magnitude
+    state = 1000 * random(1, LONG[2], dtype=dtype)
+    compare(linear, (a, random(*LONG, dtype=dtype)), state, backend="cpu", reverse=reverse)
 
 
 def test_broadcast_coefficients_are_not_copied():

@@ -1,4 +1,5 @@
-// The loops for CPUs: threads over batch x blocks of channels, time in sequence, vectors across channels.
+// The loops for CPUs: threads over batch x blocks of channels, and over segments of time where those are too few; vectors across
+// channels.
 // Tensors are channel-last (batch, length, channels), so a position's channels are contiguous and every cache line is used
 // once; the state of a block stays in the L1 cache. Compiled at first use for one type of elements, HFR_STORAGE, and called
 // through the two C functions at the end.
@@ -6,6 +7,7 @@
 #include <string.h>
 
 #include <utility>
+#include <vector>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -96,6 +98,41 @@ void backward_row(const Rows<T>& rows, int64_t first, const P* __restrict__ h_pr
   }
 }
 
+// One position more for what a segment makes of a state: `product` and `sum` of `Block::summarise`.
+template <class Cell, bool backwards, class T, size_t... I>
+void summary_row(const Rows<T>& rows, const T* grad_h, typename Cell::State* __restrict__ product,
+                 typename Cell::State* __restrict__ sum, int64_t n, std::index_sequence<I...>) {
+  using State = typename Cell::State;
+  HFR_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) {
+    State x[] = {load(rows.x[I][i])...};
+    State dx[sizeof...(I)];
+    State next = Cell::backward(x, State(0), product[i], dx);  // times conj(a)
+    if constexpr (backwards) {
+      sum[i] = sum[i] + next * load(grad_h[i]);
+    } else {
+      sum[i] = sum[i] + conj(product[i]) * Cell::forward(x, State(0));
+    }
+    product[i] = next;
+  }
+}
+
+// Less than this is left of a state: nothing that could be seen next to what has been added since, even if that is smaller by
+// twelve orders of magnitude.
+constexpr double kFaded = 5e-20;
+
+double magnitude(double x) { return x < 0 ? -x : x; }
+template <class T>
+double magnitude(Complex<T> x) { return magnitude(x.re) + magnitude(x.im); }
+
+template <class State>
+bool faded(const State* product, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (!(magnitude(product[i]) < kFaded)) return false;
+  }
+  return true;
+}
+
 // Asks for the lines of n elements, to be read or (write) overwritten soon.
 template <bool write, class T>
 void request(const T* from, int64_t n) {
@@ -120,20 +157,23 @@ void stream(const void* from, void* to, int64_t bytes) {
 #endif
 }
 
+// The work of one thread at a time.
 template <class Cell, class T>
 struct Block {
   using State = typename Cell::State;
   static constexpr auto kIndices = std::make_index_sequence<Cell::inputs>();
 
   const Problem& p;
-  const int64_t b, d, n;  // the row of the batch, the first channel and their number
-  const int64_t ahead;    // positions between a request and its use
+  const int64_t b, d, n;      // the row of the batch, the first channel and their number
+  const int64_t begin, end;   // steps: positions in the order of the recurrence
+  const int64_t ahead;        // positions between a request and its use
   const bool streams;
   T copies[kMaxInputs + 1][kBlock];
   alignas(kLine) T out[kMaxInputs][kChunk];  // what is to be streamed
 
-  Block(const Problem& problem, int64_t batch_row, int64_t first, int64_t size, bool past_caches)
-      : p(problem), b(batch_row), d(first), n(size), ahead(1 + kAhead / (n * (int64_t)sizeof(T))), streams(past_caches) {}
+  Block(const Problem& problem, int64_t batch_row, int64_t first, int64_t size, int64_t from, int64_t to, bool past_caches)
+      : p(problem), b(batch_row), d(first), n(size), begin(from), end(to), ahead(1 + kAhead / (n * (int64_t)sizeof(T))),
+        streams(past_caches) {}
 
   ~Block() {
 #ifdef __SSE2__
@@ -151,10 +191,29 @@ struct Block {
     return rows;
   }
 
-  void forward() {
-    State* state = reinterpret_cast<State*>(p.state) + b * p.channels + d;
-    for (int64_t step = 0; step < p.length; ++step) {
-      int64_t t = position(step), later = position(step + ahead < p.length ? step + ahead : p.length - 1);
+  // What these steps make of the state that enters them, which is conj(product) * state + sum, or of its gradient, which is
+  // product * gradient + sum. From where it leaves to where it enters, as far as anything of it is left.
+  template <bool backwards>
+  void summarise(State* product, State* sum) {
+    for (int64_t i = 0; i < n; ++i) product[i] = State(1), sum[i] = State(0);
+    for (int64_t count = 1; count <= end - begin; ++count) {
+      int64_t t = position(backwards ? begin + count - 1 : end - count);
+      bool drop = flags(t) & kDrop, masked = flags(t) & kMasked;
+      if (!(backwards && drop)) {
+        const T* grad_h = backwards ? row(p.grad_h, b, t, d, n, copies[kMaxInputs]) : nullptr;
+        if (!masked) summary_row<Cell, backwards>(inputs(t), grad_h, product, sum, n, kIndices);
+        for (int64_t i = 0; backwards && masked && i < n; ++i) sum[i] = sum[i] + product[i] * load(grad_h[i]);
+      }
+      if (drop || (count % 16 == 0 && faded(product, n))) {
+        for (int64_t i = 0; i < n; ++i) product[i] = State(0);
+        return;
+      }
+    }
+  }
+
+  void forward(State* state) {
+    for (int64_t step = begin; step < end; ++step) {
+      int64_t t = position(step), later = position(step + ahead < end ? step + ahead : end - 1);
       if (flags(t) & kDrop) memset(static_cast<void*>(state), 0, n * sizeof(State));
       Rows<T> rows = inputs(t);
       for (int64_t c = 0; c < n; c += kChunk) {
@@ -173,15 +232,15 @@ struct Block {
     }
   }
 
+  // `sum`: where sum_first, what the gradient of a coefficient that is constant over time is added to.
   template <bool sum_first>
-  void backward() {
+  void backward(State* carry, State* sum) {
     State zero[kBlock];
     memset(static_cast<void*>(zero), 0, n * sizeof(State));
-    State* carry = reinterpret_cast<State*>(p.state) + b * p.channels + d;
     const State* initial = p.initial ? reinterpret_cast<const State*>(p.initial) + b * p.channels + d : zero;
-    State* sum = reinterpret_cast<State*>(p.grad_inputs[0]) + b * p.channels + d;
-    for (int64_t step = p.length - 1; step >= 0; --step) {
-      int64_t t = position(step), before = position(step - 1), later = position(step > ahead ? step - ahead : 0);
+    for (int64_t step = end - 1; step >= begin; --step) {
+      int64_t t = position(step), before = position(step - 1);
+      int64_t later = position(step - ahead > begin ? step - ahead : begin);
       const T* grad_h = row(p.grad_h, b, t, d, n, copies[kMaxInputs]);
       Rows<T> rows = inputs(t);
       for (int64_t c = 0; c < n; c += kChunk) {
@@ -220,28 +279,29 @@ struct Block {
   }
 };
 
-// Blocks of whole rows of channels where the batch alone keeps the threads busy; otherwise the channels are split, but not
-// into pieces under a page: two cores that walk the same pages side by side fetch each other's lines and end up slower than
-// one core alone (measured at 1 x 65536 x 256 float32: 12 ms on two, 7 ms on one).
+// How the work is divided: blocks of whole rows of channels where the batch alone keeps the threads busy. Otherwise the
+// channels are split, but not into pieces under a page: two cores that walk the same pages side by side fetch each other's
+// lines and end up slower than one core alone. Where that is too little still, time is split.
 constexpr int64_t kPage = 4096;
+constexpr int64_t kSegment = 512;  // steps, at least
 
-template <class T, class Run>
-void parallel(const Problem& p, Run run) {
-  int64_t pieces = (p.channels + kBlock - 1) / kBlock;
-  while (p.batch * pieces % p.threads && p.batch * pieces < 4 * p.threads &&
-         p.channels * (int64_t)sizeof(T) / (pieces + 1) >= kPage) {
-    ++pieces;
+struct Division {
+  int64_t size, pieces, segments;
+
+  Division(const Problem& p, int64_t bytes) {
+    pieces = (p.channels + kBlock - 1) / kBlock;
+    while (p.batch * pieces % p.threads && p.batch * pieces < 4 * p.threads && p.channels * bytes / (pieces + 1) >= kPage) {
+      ++pieces;
+    }
+    size = (p.channels + pieces - 1) / pieces;
+    size = (size + 31) / 32 * 32;  // whole cache lines of every type
+    if (size > kBlock) size = kBlock;
+    pieces = (p.channels + size - 1) / size;
+    segments = p.threads / (p.batch * pieces);
+    if (segments > p.length / kSegment) segments = p.length / kSegment;
+    if (segments < 1) segments = 1;
   }
-  int64_t size = (p.channels + pieces - 1) / pieces;
-  size = (size + 31) / 32 * 32;  // whole cache lines of every type
-  if (size > kBlock) size = kBlock;
-  pieces = (p.channels + size - 1) / size;
-#pragma omp parallel for schedule(static) num_threads(p.threads) if (p.threads > 1)
-  for (int64_t item = 0; item < p.batch * pieces; ++item) {
-    int64_t d = item % pieces * size;
-    run(item / pieces, d, p.channels - d < size ? p.channels - d : size);
-  }
-}
+};
 
 // A large new tensor costs more in page faults than in arithmetic: ask for huge pages before the first touch.
 void prefer_huge_pages(const void* data, int64_t bytes) {
@@ -255,6 +315,65 @@ void prefer_huge_pages(const void* data, int64_t bytes) {
 #endif
 }
 
+// Over segments of time in two passes: what each makes of the state that enters it, which a gate that forgets lets end after
+// few steps, and then, with the states known that enter all of them, the scan itself.
+template <class Cell, class T, bool backwards>
+void run_divided(const Problem& p, bool streams) {
+  using State = typename Cell::State;
+  const Division division(p, sizeof(T));
+  const int64_t segments = division.segments, rows = p.batch * p.channels;
+
+  // visit(block, flow, offset), flow being the place of the segment in the order in which states (or gradients) pass them.
+  auto each = [&](int64_t count, auto visit) {
+    const int64_t items = p.batch * division.pieces;
+#pragma omp parallel for schedule(static) num_threads(p.threads) if (p.threads > 1)
+    for (int64_t work = 0; work < items * count; ++work) {
+      int64_t flow = work / items, b = work % items / division.pieces, d = work % division.pieces * division.size;
+      int64_t n = p.channels - d < division.size ? p.channels - d : division.size;
+      int64_t place = backwards ? segments - 1 - flow : flow;
+      Block<Cell, T> block(p, b, d, n, p.length * place / segments, p.length * (place + 1) / segments, streams);
+      visit(block, flow, b * p.channels + d);
+    }
+  };
+
+  // Row `flow` of each, (batch, channels): the state that enters a segment, and the sums over it. The first and only segment
+  // works on the caller's own.
+  State* entering = reinterpret_cast<State*>(p.state);
+  State* sums = reinterpret_cast<State*>(p.grad_inputs[0]);
+  std::vector<State> own_entering, own_sums;
+  if (segments > 1) {
+    own_entering.resize(segments * rows);
+    own_sums.resize(p.sum_first ? segments * rows : 0, State(0));
+    std::vector<State> products(segments * rows);
+    each(segments - 1, [&](auto& block, int64_t flow, int64_t at) {
+      int64_t next = (flow + 1) * rows + at;
+      block.template summarise<backwards>(&products[next], &own_entering[next]);
+    });
+    for (int64_t i = 0; i < rows; ++i) own_entering[i] = entering[i];
+    for (int64_t i = rows; i < segments * rows; ++i) {
+      State product = backwards ? products[i] : conj(products[i]);
+      own_entering[i] = own_entering[i] + product * own_entering[i - rows];
+    }
+    entering = own_entering.data();
+    sums = own_sums.data();
+  }
+  each(segments, [&](auto& block, int64_t flow, int64_t at) {
+    int64_t i = flow * rows + at;
+    if constexpr (!backwards) {
+      block.forward(entering + i);
+    } else if (!p.sum_first) {
+      block.template backward<false>(entering + i, nullptr);
+    } else if constexpr (Cell::first_may_be_constant) {
+      block.template backward<true>(entering + i, sums + i);
+    }
+  });
+  if (segments > 1) {
+    memcpy(p.state, entering + (segments - 1) * rows, rows * sizeof(State));
+    State* total = reinterpret_cast<State*>(p.grad_inputs[0]);
+    for (size_t i = 0; i < own_sums.size(); ++i) total[i % rows] = total[i % rows] + own_sums[i];
+  }
+}
+
 template <class Cell, class T>
 int run(const Problem& p, int backwards) {
   int64_t bytes = p.batch * p.length * p.channels * sizeof(T);
@@ -266,16 +385,11 @@ int run(const Problem& p, int backwards) {
     prefer_huge_pages(output, bytes);
     streams = streams && reinterpret_cast<uintptr_t>(output) % kLine == 0;
   }
-  parallel<T>(p, [&](int64_t b, int64_t d, int64_t n) {
-    Block<Cell, T> block(p, b, d, n, streams);
-    if (!backwards) {
-      block.forward();
-    } else if (!p.sum_first) {
-      block.template backward<false>();
-    } else if constexpr (Cell::first_may_be_constant) {
-      block.template backward<true>();
-    }
-  });
+  if (backwards) {
+    run_divided<Cell, T, true>(p, streams);
+  } else {
+    run_divided<Cell, T, false>(p, streams);
+  }
   return 0;
 }
 
