@@ -1,35 +1,38 @@
 """Linear-recurrent sequence models for Hugging Face Transformers."""
 
-from .modeling import (
-    FAMILIES,
-    GateLoopConfig,
-    GateLoopForCausalLM,
-    GateLoopForSequenceClassification,
-    GateLoopModel,
-    LonghornConfig,
-    LonghornForCausalLM,
-    LonghornForImageClassification,
-    LonghornForSequenceClassification,
-    LonghornImageProcessor,
-    LonghornModel,
-    MinGRUConfig,
-    MinGRUForCausalLM,
-    MinGRUForSequenceClassification,
-    MinGRUModel,
-    MinLSTMConfig,
-    MinLSTMForCausalLM,
-    MinLSTMForSequenceClassification,
-    MinLSTMModel,
-    RecurrentCache,
-    RecurrentConfig,
-    S5Config,
-    S5ForCausalLM,
-    S5ForDocumentMatching,
-    S5ForSequenceClassification,
-    S5ForTokenClassification,
-    S5Model,
-)
-from .scan import available_backends, backend_report, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from .startup import quiet_interrupt
+
+with quiet_interrupt():
+    from .modeling import (
+        FAMILIES,
+        GateLoopConfig,
+        GateLoopForCausalLM,
+        GateLoopForSequenceClassification,
+        GateLoopModel,
+        LonghornConfig,
+        LonghornForCausalLM,
+        LonghornForImageClassification,
+        LonghornForSequenceClassification,
+        LonghornImageProcessor,
+        LonghornModel,
+        MinGRUConfig,
+        MinGRUForCausalLM,
+        MinGRUForSequenceClassification,
+        MinGRUModel,
+        MinLSTMConfig,
+        MinLSTMForCausalLM,
+        MinLSTMForSequenceClassification,
+        MinLSTMModel,
+        RecurrentCache,
+        RecurrentConfig,
+        S5Config,
+        S5ForCausalLM,
+        S5ForDocumentMatching,
+        S5ForSequenceClassification,
+        S5ForTokenClassification,
+        S5Model,
+    )
+    from .scan import available_backends, backend_report, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
 
 __version__ = "0.1.0"  # a literal: pyproject.toml reads it from the source text
 
