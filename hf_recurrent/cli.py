@@ -4,17 +4,23 @@ Only the standard library is imported at the top. What a command needs is import
 """
 
 import argparse
+import contextlib
 import difflib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from . import __version__
+
+LARGEST = 10**12  # of any number on the command line: what lies far beyond overflows in one library or another
 
 
 class CommandLineError(ValueError):
@@ -49,16 +55,28 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         # "argument --hidden_size/--hidden-size: invalid ..." -> "--hidden-size: invalid ..."
-        raise CommandLineError(re.sub(r"^argument (?:\S*/)?(--?\S+?):", r"\1:", message))
+        message = re.sub(r"^argument (?:\S*/)?(--?\S+?):", r"\1:", message)
+        # argparse takes what begins with a dash for a flag, whatever it stands behind.
+        if missing := re.fullmatch(r"(--\S+): expected one argument", message):
+            message += f"; one that begins with a dash is given as {missing[1]}=-..."
+        raise CommandLineError(message)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         # Before argparse misses a required flag for the one that was misspelt.
-        for word in argv:
+        for before, word in zip(["", *argv], argv, strict=False):
             if word.startswith("--") and word.split("=")[0] not in self._option_string_actions:
+                if before == "--prompt":
+                    self.error("argument --prompt: expected one argument")
                 raise self._unknown(word)
         namespace, unknown = self.parse_known_args(argv)
         if unknown:
             raise self._unknown(unknown[0])
+        for action in self._actions:
+            value = getattr(namespace, action.dest, None)
+            # Most often a shell variable that is not set. That a prompt is empty is for the tokenizer to say.
+            if action.dest != "prompt" and (value == "" or isinstance(value, list) and "" in value):
+                name = action.option_strings[-1] if action.option_strings else action.metavar
+                raise CommandLineError(f"{name}: expected a value, got ''")
         return namespace
 
     def _unknown(self, word: str) -> CommandLineError:
@@ -75,6 +93,23 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+@contextlib.contextmanager
+def within_memory(remedy: str) -> Iterator[None]:
+    """Turns whatever a library raises for too little memory, or for a size that overflows, into one MemoryError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, TypeError, ValueError) as error:
+        told = re.search("out of memory|allocate memory|[Oo]verflow|Maximum allowed", str(error))
+        if not isinstance(error, MemoryError) and not told:
+            raise
+        raise MemoryError(f"not enough memory: {remedy} ({first_line(error)})") from error
+
+
+def counted(number: int, noun: str) -> str:
+    """1 document; 2,000 documents."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint at the valid name that is most like `name`."""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0)
@@ -88,7 +123,11 @@ def train(argv: list[str]) -> int:
     from .training import arguments, train
 
     _no_bars_for_files()
-    return 130 if train(*arguments.parse(argv))["interrupted"] else 0
+    # What its readers log about a broken file stands in the error that they raise.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+    parsed = arguments.parse(argv)
+    with within_memory("try a smaller --batch-size, --sequence-length or model"):
+        return 130 if train(*parsed)["interrupted"] else 0
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------
@@ -113,7 +152,7 @@ examples:
     add("--max-new-tokens", type=_number(int, 1), default=200, metavar="N", help="tokens to generate at most")
     add(
         "--temperature",
-        type=_number(float, 0),
+        type=_temperature,
         metavar="T",
         help="divides the logits before sampling; 0 takes the likeliest token (default: 0.8, with --num-beams 0)",
     )
@@ -132,18 +171,29 @@ examples:
     return parser
 
 
-def _number(kind: type, low: float, high: float = float("inf")):
+def _number(kind: type, low: float, high: float = LARGEST):
     """A type for argparse: a number in [low, high]."""
 
     def convert(text: str):
         value = kind(text)
         if not low <= value <= high:
-            between = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
+            between = f"at least {low}" if high == LARGEST and value < low else f"between {low} and {high}"
             raise argparse.ArgumentTypeError(f"must be {between}, got {text}")
         return value
 
     convert.__name__ = kind.__name__  # argparse names it: "invalid int value"
     return convert
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    # Logits over less than this leave float32's range.
+    if value != 0 and not 1e-30 <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"must be 0 or between 1e-30 and {LARGEST}, got {text}")
+    return value
+
+
+_temperature.__name__ = "float"  # argparse names it, as above
 
 
 def generate(argv: list[str]) -> int:
@@ -178,7 +228,7 @@ def generate(argv: list[str]) -> int:
     sampling = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": args.top_p, "top_k": args.top_k}
-    with torch.inference_mode():
+    with torch.inference_mode(), within_memory("try fewer --num-beams or a smaller model"):
         output = model.generate(
             **inputs.to(device),
             max_new_tokens=args.max_new_tokens,
@@ -370,15 +420,15 @@ def main(argv: list[str] | None = None) -> int:
         argv: what follows the program's name; by default the process's own arguments.
 
     Returns:
-        The exit status: 0; 2 for what the user can put right, said in one line; 130 after Ctrl-C. Other exceptions are
-        faults of this program and pass through.
+        The exit status: 0; 2 for what the user can put right, said in one line; 130 after Ctrl-C, and where SIGTERM has
+        made a run save and stop. Other exceptions are faults of this program and pass through.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("HF_RECURRENT_DEBUG", "0") not in ("", "0")
     if "--debug" in argv:
         argv.remove("--debug")
         debug = True
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _orderly_termination():
         warnings.showwarning = _show_warning
         try:
             return _run(argv)
@@ -388,12 +438,25 @@ def main(argv: list[str] | None = None) -> int:
         except BrokenPipeError:  # the reader has gone, as in `hf-recurrent info | head -1`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
-        except (ValueError, OSError, ImportError, FloatingPointError, RuntimeError) as error:
+        except (ValueError, OSError, ImportError, FloatingPointError, MemoryError, RuntimeError) as error:
             if debug:
                 raise
             message = " ".join(str(error).split()) or type(error).__name__
             print(f"hf-recurrent: error: {message}", file=sys.stderr)
             return 2
+
+
+@contextlib.contextmanager
+def _orderly_termination() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that what is half-written is cleared away as it is after Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(argv: list[str]) -> int:

@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,30 @@ def test_as_a_module():
     assert done.stderr.startswith("hf-recurrent: error: --model nowhere: no such folder") and done.stdout == ""
 
 
+@pytest.mark.parametrize(("program", "status"), [("hf-recurrent", 130), ("another", -signal.SIGINT)])
+def test_ctrl_c_during_the_imports(tmp_path, program, status):
+    script = tmp_path / program
+    script.write_text(
+        """
+import os, signal, sys
+
+class Interrupted:
+    def find_spec(name, path, target):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupted)
+from hf_recurrent.cli import main
+"""
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
+    done = subprocess.run([sys.executable, str(script), "--help"], env=env, capture_output=True, text=True)
+    assert done.returncode == status
+    # A program that imports the package has its own way with a KeyboardInterrupt.
+    assert done.stdout == "" and ("KeyboardInterrupt" in done.stderr) == (program == "another")
+    assert program == "another" or done.stderr == ""
+
+
 # ---- generate --------------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +169,13 @@ def test_streaming_prints_the_same(run, model):
     [
         (["--prompt", ""], "--prompt '' tokenises to nothing: give at least one character"),
         (["--prompt", "a\udcff"], "--prompt 'a\\udcff': not UTF-8 text"),
-        (["--prompt", "a", "--temperature", -1], "--temperature: must be at least 0, got -1"),
+        (["--prompt", "a", "--temperature", -1], "--temperature: must be 0 or between 1e-30 and 1000000000000, got -1"),
+        (["--prompt", "a", "--temperature", "1e-40"], "--temperature: must be 0 or between 1e-30 and 1000000000000"),
+        (["--prompt", "a", "--temperature", "inf"], "--temperature: must be 0 or between 1e-30 and 1000000000000"),
+        (["--prompt", "-x"], "--prompt: expected one argument; one that begins with a dash is given as --prompt=-"),
+        (["--prompt", "--x"], "--prompt: expected one argument; one that begins with a dash is given as --prompt=-"),
+        (["--prompt", "a", "--num-beams", 2**70], f"--num-beams: must be between 1 and 1000000000000, got {2**70}"),
+        (["--prompt", "a", "--num-beams", 10**12], "not enough memory: try fewer --num-beams or a smaller model ("),
         (["--prompt", "a", "--top-p", 2], "--top-p: must be between 0 and 1, got 2"),
         (["--prompt", "a", "--max-new-tokens", 0], "--max-new-tokens: must be at least 1, got 0"),
         (["--prompt", "a", "--seed", 2**32], "--seed: must be between 0 and 4294967295, got 4294967296"),

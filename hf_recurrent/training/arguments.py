@@ -1,6 +1,7 @@
 """What `hf-recurrent train` can be told: three dataclasses, read from flags and from a YAML file."""
 
 import dataclasses
+import operator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -8,8 +9,8 @@ from typing import Literal, get_args, get_origin
 import yaml
 from transformers import HfArgumentParser
 
-from ..cli import CommandLineError, Parser, nearest
-from .tokenizer import DEFAULT_VOCAB_SIZE
+from ..cli import LARGEST, CommandLineError, Parser, nearest
+from .tokenizer import DEFAULT_VOCAB_SIZE, LARGEST_VOCAB_SIZE
 
 EXAMPLES = """\
 examples:
@@ -56,6 +57,10 @@ class ModelArguments:
         }
 
     def __post_init__(self):
+        require(self, "hidden_size", "num_hidden_layers", at_least=1)
+        require(self, "conv_kernel", "mlp_ratio", at_least=0)
+        require(self, "expansion", above=0)
+        require(self, "hidden_dropout", at_least=0, below=1)
         given = self.config_fields() | {
             name: True for name in ("model_type", "config_overrides") if getattr(self, name) is not None
         }
@@ -110,9 +115,9 @@ class DataArguments:
         if self.vocab_size is not None and self.tokenizer != "bpe":
             raise ValueError(f"--vocab-size belongs to --tokenizer bpe, which is {self.tokenizer}")
         require(self, "max_documents", "max_validation_documents", at_least=1)
+        require(self, "vocab_size", at_least=1, at_most=LARGEST_VOCAB_SIZE)
         require(self, "sequence_length", at_least=2)
-        if not 0 <= self.validation_share < 1:
-            raise ValueError(f"--validation-share must be at least 0 and below 1, got {self.validation_share}")
+        require(self, "validation_share", at_least=0, below=1)
 
 
 @dataclass
@@ -155,12 +160,13 @@ class TrainArguments:
     def __post_init__(self):
         require(self, "max_steps", "batch_size", "gradient_accumulation_steps", "log_steps", at_least=1)
         require(self, "eval_rows", "keep_checkpoints", at_least=1)
-        require(self, "num_epochs", "max_minutes", "learning_rate", "adam_epsilon", above=0)
-        require(self, "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_steps", "seed", at_least=0)
-        require(self, "min_learning_rate_ratio", "adam_beta1", "adam_beta2", at_least=0)
-        for name in ("adam_beta1", "adam_beta2"):
-            if getattr(self, name) >= 1:
-                raise ValueError(f"{flag(name)} must be below 1, got {getattr(self, name)}")
+        require(self, "num_epochs", "max_minutes", above=0)
+        require(self, "learning_rate", above=0, at_most=1e38)  # float32's range
+        require(self, "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_steps", at_least=0)
+        require(self, "min_learning_rate_ratio", at_least=0, at_most=1)
+        require(self, "adam_beta1", "adam_beta2", at_least=0, below=1)
+        require(self, "adam_epsilon", at_least=1e-37)  # below, it is 0 in float32, and AdamW divides by it
+        require(self, "seed", at_least=0, at_most=2**31 - 1)
         if self.overwrite and self.resume:
             raise ValueError("--overwrite and --resume cannot both be given")
 
@@ -170,20 +176,23 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def require(arguments, *names: str, at_least: float | None = None, above: float | None = None) -> None:
+def require(arguments, *names: str, above=None, at_least=None, below=None, at_most=LARGEST) -> None:
     """Check numbers; None passes.
 
     Raises:
-        ValueError: one is too small or not a number; the message names its flag.
+        ValueError: one is outside its bounds or not a number; the message names its flag.
     """
+    bounds = [
+        ("above", operator.gt, above),
+        ("at least", operator.ge, at_least),
+        ("below", operator.lt, below),
+        ("at most", operator.le, at_most),
+    ]
     for name in names:
         value = getattr(arguments, name)
-        if value is None:
-            continue
-        if at_least is not None and not value >= at_least:
-            raise ValueError(f"{flag(name)} must be at least {at_least}, got {value}")
-        if above is not None and not value > above:
-            raise ValueError(f"{flag(name)} must be above {above}, got {value}")
+        for words, holds, bound in bounds:
+            if value is not None and bound is not None and not holds(value, bound):
+                raise ValueError(f"{flag(name)} must be {words} {bound}, got {value}")
 
 
 # ---- parsing ---------------------------------------------------------------------------------------------------------

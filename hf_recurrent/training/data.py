@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..cli import first_line
+from . import hub
 
 IGNORED = -100  # a label without a loss
 # Folders of the standard library that hold tests or other people's packages.
@@ -202,7 +203,7 @@ def _read_records(loader: str, file: str, text_column: str) -> Iterator[str]:
     except _Unreadable:
         raise
     except Exception as error:  # datasets, pyarrow and the decompressors each raise their own
-        raise ValueError(f"{file}: cannot be read as {loader}: {first_line(error)}") from error
+        raise ValueError(f"{file}: cannot be read as {loader}: {hub.reason(error, file)}") from error
 
 
 class _Unreadable(ValueError):
@@ -239,11 +240,12 @@ def dataset_documents(
     """
     from datasets import load_dataset
 
+    hub.prepare(name)
     try:
         dataset = load_dataset(name, config, split=split, streaming=streaming)
     except Exception as error:  # datasets raises a dozen kinds, network errors among them
         where = name if config is None else f"{name} --dataset-config {config}"
-        raise ValueError(f"--dataset {where}: split {split!r} cannot be loaded: {first_line(error)}") from error
+        raise ValueError(f"--dataset {where}: split {split!r} cannot be loaded: {hub.reason(error, name)}") from error
     if max_documents is not None:
         dataset = dataset.take(max_documents if streaming else min(max_documents, len(dataset)))
 
@@ -293,7 +295,7 @@ def load_corpus(args, seed: int) -> Corpus:
         validation = file_documents(expand(args.validation_files, "--validation-files"), args.text_column)
 
     if next(iter(documents), None) is None:
-        raise ValueError(f"the corpus is empty: {description} holds no text")
+        raise ValueError(f"the corpus is empty: there is no text in {description}")
     train = documents
     if validation is None:
         train, validation = split(documents, args.validation_share)

@@ -137,8 +137,9 @@ class RunFolder:
         if self.newest_checkpoint() is not None or (self.path / WEIGHTS).is_file():
             return
         if self._previous is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.rename(self._previous, self.path)
+            if self._previous.exists():  # else it has not moved yet
+                shutil.rmtree(self.path, ignore_errors=True)
+                os.rename(self._previous, self.path)
             self._previous = None
         elif (self.path / ARGUMENTS).is_file():
             shutil.rmtree(self.path, ignore_errors=True)

@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cli import first_line
+from ..cli import counted, first_line
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
 from .data import (
     IGNORED,
@@ -67,8 +67,8 @@ class State:
 def train(model_args: ModelArguments, data_args: DataArguments, train_args: TrainArguments) -> dict:
     """Train a model and leave it in `train_args.output_dir`.
 
-    Call it in every process. On SIGINT the run stops after the current step, saves a checkpoint and the model, and
-    returns.
+    Call it in every process. On SIGINT or SIGTERM the run stops after the current step, saves a checkpoint and the
+    model, and returns.
 
     Returns:
         `output_dir`, `step`, `interrupted`, `train_loss` (the latest logged), and, where there is validation text and
@@ -205,9 +205,10 @@ class Run:
         lines = [f"corpus      {corpus.description}"]
         if isinstance(self.rows, ShuffledRows):
             stream = self.rows.stream
-            lines[0] += f": {len(stream.tokens):,} tokens in {len(stream.starts):,} documents to train on"
+            tokens, documents = counted(len(stream.tokens), "token"), counted(len(stream.starts), "document")
+            lines[0] += f": {tokens} in {documents} to train on"
         if self.validation is not None:
-            lines[0] += f", {self.validation.targets:,} tokens in {self.validation.documents:,} to validate on"
+            lines[0] += f", {counted(self.validation.targets, 'token')} in {self.validation.documents:,} to validate on"
         lines.append(f"tokenizer   {len(self.tokenizer):,} tokens")
         kind = self.accelerator.unwrap_model(self.model).config.model_type
         lines.append(f"model       {kind}, {parameters:,} parameters, on {self.accelerator.device.type}")
@@ -343,7 +344,8 @@ class Run:
             )
         if saved["processes"] != self.processes:
             raise ValueError(
-                f"--resume: {checkpoint} was written by {saved['processes']} processes, now there are {self.processes}"
+                f"--resume: the number of processes was {saved['processes']} when {checkpoint} was written, "
+                f"now it is {self.processes}"
             )
         self.state = State(**saved["state"])
         return saved
@@ -397,14 +399,14 @@ class Run:
     # ---- the loop
 
     def train(self) -> dict:
-        if self.accelerator.is_main_process:
-            if self.args.resume:
-                self.folder.reopen(self.state.step)
-                write_whole(self.folder.path / ARGUMENTS, to_yaml(*self.arguments))
-            else:
-                self.folder.open(to_yaml(*self.arguments))
-        self.accelerator.wait_for_everyone()
         try:
+            if self.accelerator.is_main_process:
+                if self.args.resume:
+                    self.folder.reopen(self.state.step)
+                    write_whole(self.folder.path / ARGUMENTS, to_yaml(*self.arguments))
+                else:
+                    self.folder.open(to_yaml(*self.arguments))
+            self.accelerator.wait_for_everyone()
             return self._train()
         finally:
             if self.accelerator.is_main_process:
@@ -526,7 +528,7 @@ class Run:
         if result is None:
             return {}
         result["unigram_bits_per_byte"], result["gzip_bits_per_byte"] = references.unigram, references.gzip
-        size = f"{self.validation.text_bytes:,} bytes in {self.validation.documents:,} documents"
+        size = f"{counted(self.validation.text_bytes, 'byte')} in {counted(self.validation.documents, 'document')}"
         self._print(
             f"\nvalidation ({size}): loss {result['validation_loss']:.3f} nats per token, "
             f"perplexity {result['validation_perplexity']:.2f}\n"
@@ -567,21 +569,24 @@ def check_compiler(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Notes SIGINT instead of raising; a second one raises KeyboardInterrupt at once. Yields a function that asks."""
+    """Notes SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once. Yields a function that asks."""
     seen = False
 
     def note(number, frame):
         nonlocal seen
         if seen:
-            raise KeyboardInterrupt
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return  # `accelerate launch` sends SIGTERM too, to the processes that Ctrl-C has reached
         seen = True
         tqdm.write("stopping after this step (Ctrl-C again: at once, without saving)", file=sys.stderr)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield lambda: False
         return
-    before = signal.signal(signal.SIGINT, note)
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: seen
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..cli import first_line, nearest
 from ..modeling import FAMILIES
+from . import hub
 from .arguments import ModelArguments, flag
 
 # Small enough for two CPU cores; a family's own defaults are those of its paper's smaller language models.
@@ -67,7 +68,11 @@ def create_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> P
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
         return config_class(**(DEFAULT_SIZE | fields | overrides), vocab_size=len(tokenizer), **tokens)
-    except (StrictDataclassError, TypeError, ValueError) as error:
+    except StrictDataclassError as error:  # "Validation error for field 'candidate':", and what is wrong with it below
+        name = next((name for name in flags | overrides if f"'{name}'" in first_line(error)), None)
+        what = config_class.__name__ if name is None else flag(name) if name in flags else f"--config-overrides: {name}"
+        raise ValueError(f"{what}: {error.__cause__ or ' '.join(str(error).split())}") from None
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{config_class.__name__}: {' '.join(str(error).split())}") from None
 
 
@@ -88,12 +93,12 @@ def check_folder(name: str) -> PreTrainedConfig:
         raise ValueError(f"--model {name}: no such folder")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"--model {name}: the folder has no config.json, so it holds no model")
+    hub.prepare(name)
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:  # a broken file, an unknown type, no network: each raises its own
-        if not Path(name).exists():
-            raise ValueError(f"--model {name}: no such folder, and no such model could be had from the Hub") from error
-        raise ValueError(f"--model {name}: its config.json cannot be used: {first_line(error)}") from error
+        what = "its config.json cannot be used: " if Path(name).exists() else ""
+        raise ValueError(f"--model {name}: {what}{hub.reason(error, name)}") from error
     if config.model_type not in families():
         raise ValueError(
             f"--model {name}: is of type {config.model_type!r}; this package knows {', '.join(sorted(families()))}"
@@ -111,4 +116,4 @@ def load_model(name: str) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_pretrained(name)
     except Exception as error:  # safetensors and the Hub raise their own
-        raise ValueError(f"--model {name}: its weights cannot be loaded: {first_line(error)}") from error
+        raise ValueError(f"--model {name}: its weights cannot be loaded: {hub.reason(error, name)}") from error

@@ -6,11 +6,12 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ..cli import first_line
+from . import hub
 
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
+LARGEST_VOCAB_SIZE = 1 << 24  # the trainer takes memory for all of it beforehand
 
 
 def byte_symbols() -> list[str]:
@@ -80,10 +81,11 @@ def load_tokenizer(name: str, flag: str = "--tokenizer") -> PreTrainedTokenizerB
     """
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"{flag} {name}: no such folder")
+    hub.prepare(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # a broken file, an unknown class, no network: each library raises its own
-        raise ValueError(f"{flag} {name}: cannot be loaded: {first_line(error)}") from error
+        raise ValueError(f"{flag} {name}: cannot be loaded: {hub.reason(error, name)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {name}: it has no end-of-sequence token to mark where documents end")
     return tokenizer

@@ -14,6 +14,8 @@ def fresh_accelerator():
 def own_datasets_cache(tmp_path_factory, monkeypatch):
     """Nothing goes to the user's cache, and no test waits for a network."""
     import datasets.config
+    import huggingface_hub.constants
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

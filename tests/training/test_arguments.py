@@ -1,7 +1,13 @@
+import dataclasses
+import math
+from typing import get_args
+
 import pytest
 
 from hf_recurrent.cli import CommandLineError
-from hf_recurrent.training.arguments import parse, to_yaml
+from hf_recurrent.training.arguments import DataArguments, ModelArguments, TrainArguments, flag, parse, to_yaml
+
+ARGUMENTS = (ModelArguments, DataArguments, TrainArguments)
 
 
 @pytest.fixture
@@ -77,11 +83,24 @@ def test_a_file_with_mistakes(config, text, message):
         (["a.yaml", "b.yaml"], "unexpected argument 'b.yaml'"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--sequence-length", "1"], "--sequence-length must be at least 2, got 1"),
-        (["--validation-share", "1"], "--validation-share must be at least 0 and below 1, got 1.0"),
+        (["--validation-share", "1"], "--validation-share must be below 1, got 1.0"),
         (["--learning-rate", "nan"], "--learning-rate must be above 0, got nan"),
         (["--learning-rate", "0"], "--learning-rate must be above 0, got 0.0"),
+        (["--learning-rate", "inf"], "--learning-rate must be at most 1e.38, got inf"),
         (["--adam-beta2", "1"], "--adam-beta2 must be below 1"),
         (["--max-minutes", "-1"], "--max-minutes must be above 0"),
+        (["--seed", str(2**70)], f"--seed must be at most 2147483647, got {2**70}"),
+        (["--seed=-1"], "--seed must be at least 0, got -1"),
+        (["--max-documents", str(2**70)], f"--max-documents must be at most 1000000000000, got {2**70}"),
+        (["--num-epochs", "inf"], "--num-epochs must be at most 1000000000000, got inf"),
+        (["--adam-epsilon", "1e-320"], "--adam-epsilon must be at least 1e-37, got 1e-320"),
+        (["--vocab-size", "0"], "--vocab-size must be at least 1, got 0"),
+        (["--vocab-size", str(10**10)], "--vocab-size must be at most 16777216, got 10000000000"),
+        (["--hidden-size", "0"], "--hidden-size must be at least 1, got 0"),
+        (["--hidden-dropout", "1"], "--hidden-dropout must be below 1, got 1.0"),
+        (["--dataset", ""], "--dataset: expected a value, got ''"),
+        (["--data-files", "a", ""], "--data-files: expected a value, got ''"),
+        ([""], "CONFIG.yaml: expected a value, got ''"),
         (["--overwrite", "--resume"], "--overwrite and --resume cannot both be given"),
         (["--dataset", "a", "--data-files", "b"], "--dataset and --data-files cannot both be given"),
         (["--streaming"], "--streaming belongs to --dataset, which is not given"),
@@ -97,6 +116,19 @@ def test_a_file_with_mistakes(config, text, message):
 def test_mistakes(argv, message):
     with pytest.raises(ValueError, match=message):
         parse(argv)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [f for dtype in ARGUMENTS for f in dataclasses.fields(dtype) if {int, float} & {f.type, *get_args(f.type)}],
+)
+def test_every_number_has_bounds(number):
+    kind = int if int in (number.type, *get_args(number.type)) else float
+    for value in (-1, 2**70) if kind is int else (-1, 1e300, math.inf, math.nan):
+        with pytest.raises(
+            ValueError, match=f"^{flag(number.name)} must be .*, got {kind(value)}$".replace("+", r"\+")
+        ):
+            parse([f"{flag(number.name)}={value}"])
 
 
 def test_a_missing_file(tmp_path):

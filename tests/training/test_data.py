@@ -377,5 +377,5 @@ def test_an_empty_corpus(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "empty.jsonl").write_text("")
     args = DataArguments(data_files=[str(tmp_path / "empty.*")])
-    with pytest.raises(ValueError, match="the corpus is empty: 2 files holds no text"):
+    with pytest.raises(ValueError, match="the corpus is empty: there is no text in 2 files"):
         load_corpus(args, seed=0)

@@ -331,6 +331,18 @@ def test_ctrl_c_saves_and_going_on_equals_not_stopping(train, monkeypatch, capsy
     assert same(weights(folder), weights(whole))
 
 
+def test_ctrl_c_while_the_earlier_run_moves_aside(train, monkeypatch, tmp_path):
+    before = {path: path.read_bytes() for path in train("--max-steps", 2).rglob("*") if path.is_file()}
+
+    def interrupted(path, content):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_recurrent.training.folder.write_whole", interrupted)
+    run = train("--max-steps", 2, "--overwrite", status=130)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "text.txt"}
+
+
 def start(tmp_path, *flags, **more):
     """`hf-recurrent train` in a process of its own."""
     command = [sys.executable, "-m", "hf_recurrent", "train", *TINY, "--output-dir", "run", *map(str, flags)]
@@ -338,7 +350,8 @@ def start(tmp_path, *flags, **more):
     return subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, **more)
 
 
-def test_ctrl_c_in_a_process_of_its_own(tmp_path, text):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_in_a_process_of_its_own(tmp_path, text, number):
     flags = ["--data-files", text, "--tokenizer", "bytes", "--max-steps", 100_000]
     with start(tmp_path, *flags, stdout=subprocess.PIPE) as process:
         folder = tmp_path / "run"
@@ -346,10 +359,11 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path, text):
             pass
         while process.poll() is None and len(metrics(folder, "loss")) < 3:
             pass
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "the model is saved in run" in out and "Traceback" not in err
+    assert "3,862 tokens in 1 document to train on, 205 tokens in 1 to validate on" in out
     assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 16
     assert len(list((folder / "checkpoints").iterdir())) == 1
 
@@ -407,13 +421,15 @@ def failure(argv, capsys):
         (["--vocab-size", 100], "--vocab-size 100 is smaller than the byte alphabet"),
         (["--model-type", "mingrru"], "--model-type mingrru: no such family; the nearest valid one is mingru"),
         (["--model-type", "llama"], "--model-type llama: no such family"),
-        (["--hidden-size", 0], "'hidden_size'"),
+        (["--hidden-size", 10**11], "not enough memory: try a smaller --batch-size, --sequence-length or model ("),
+        (["--batch-size", 10**12], "not enough memory: try a smaller --batch-size, --sequence-length or model ("),
+        (["--conv-kernel", 1], "--conv-kernel: expected 0 (no convolution) or at least 2 taps, got 1"),
         (["--expansion", 1.01], "expansion * hidden_size must be a whole number"),
         (
             ["--config-overrides", "candidat=vanilla"],
             "candidat is not a field of MinGRUConfig; the nearest valid one is c",
         ),
-        (["--config-overrides", "candidate=log"], "candidate"),
+        (["--config-overrides", "candidate=log"], "--config-overrides: candidate: "),
         (["--config-overrides", "hidden_size=8"], "hidden_size is also given as a flag"),
         (["--config-overrides", "vocab_size=8"], "vocab_size is the tokenizer's to give"),
         (["--config-overrides", "candidate"], "expected key=value,key=value, got 'candidate'"),
@@ -485,6 +501,14 @@ def test_a_stream_has_no_epochs(tmp_path, capsys):
     (tmp_path / "dataset" / "train.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     argv = ["--dataset", tmp_path / "dataset", "--streaming", "--tokenizer", "bytes", "--output-dir", tmp_path / "out"]
     assert "with --streaming give --max-steps or --max-minutes" in failure(argv, capsys)
+
+
+def test_a_broken_file_is_one_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with start(tmp_path, "--data-files", "a.jsonl") as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert err.startswith("hf-recurrent: error: a.jsonl: cannot be read as json: ") and err.count("\n") == 1
 
 
 def test_a_compiler_that_is_missing(tmp_path, text, monkeypatch):
