@@ -73,10 +73,15 @@ class Parser(argparse.ArgumentParser):
             raise self._unknown(unknown[0])
         for action in self._actions:
             value = getattr(namespace, action.dest, None)
-            # Most often a shell variable that is not set. That a prompt is empty is for the tokenizer to say.
-            if action.dest != "prompt" and (value == "" or isinstance(value, list) and "" in value):
+            for text in value if isinstance(value, list) else [value]:
+                if not isinstance(text, str):
+                    continue
                 name = action.option_strings[-1] if action.option_strings else action.metavar
-                raise CommandLineError(f"{name}: expected a value, got ''")
+                # Most often a shell variable that is not set. That a prompt is empty is for the tokenizer to say.
+                if text == "" and action.dest != "prompt":
+                    raise CommandLineError(f"{name}: expected a value, got ''")
+                if text != text.encode("utf-8", "ignore").decode("utf-8"):
+                    raise CommandLineError(f"{name} {text!r}: not UTF-8 text")
         return namespace
 
     def _unknown(self, word: str) -> CommandLineError:
@@ -88,9 +93,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message (other libraries write many), or its kind where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """The first line of an error's message (other libraries write many), or its kind where it has none.
+
+    Two lines, where the first one ends in a colon.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
 @contextlib.contextmanager
@@ -98,9 +106,9 @@ def within_memory(remedy: str) -> Iterator[None]:
     """Turns whatever a library raises for too little memory, or for a size that overflows, into one MemoryError."""
     try:
         yield
-    except (MemoryError, RuntimeError, TypeError, ValueError) as error:
+    except (MemoryError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         told = re.search("out of memory|allocate memory|[Oo]verflow|Maximum allowed", str(error))
-        if not isinstance(error, MemoryError) and not told:
+        if not isinstance(error, (MemoryError, OverflowError)) and not told:
             raise
         raise MemoryError(f"not enough memory: {remedy} ({first_line(error)})") from error
 
@@ -198,8 +206,6 @@ _temperature.__name__ = "float"  # argparse names it, as above
 
 def generate(argv: list[str]) -> int:
     args = _generate_parser().parse(argv)
-    if args.prompt != args.prompt.encode("utf-8", "ignore").decode("utf-8"):
-        raise CommandLineError(f"--prompt {args.prompt!r}: not UTF-8 text")
     temperature = (0.8 if args.num_beams == 1 else 0.0) if args.temperature is None else args.temperature
     if args.stream and args.num_beams > 1:
         raise CommandLineError("--stream cannot be combined with --num-beams: beams are known at the end")
@@ -428,6 +434,8 @@ def main(argv: list[str] | None = None) -> int:
     if "--debug" in argv:
         argv.remove("--debug")
         debug = True
+    if hasattr(sys.stdout, "reconfigure"):  # not where a program has put something else in its place
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack the characters of a model's text
     with warnings.catch_warnings(), _orderly_termination():
         warnings.showwarning = _show_warning
         try:

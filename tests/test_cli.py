@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import hf_recurrent
@@ -197,11 +199,44 @@ def test_models_that_are_refused(run, model, tmp_path, monkeypatch):
     for name in ("demo", "runs/demo", "./demo"):  # none of them is taken for a name on the Hub
         assert refusal(name) == f"hf-recurrent: error: --model {name}: no such folder\n"
     assert "the folder has no config.json" in refusal(tmp_path)
+    assert f"{Path(model) / 'config.json'}: not a folder" in refusal(Path(model) / "config.json")
     GPT2Config().save_pretrained(tmp_path)
     assert "is of type 'gpt2'; this package knows " in refusal(tmp_path)
     assert "is of type 'gpt2'" in run("info", "--model", tmp_path, status=2)
     (tmp_path / "config.json").write_text("{")
     assert f"--model {tmp_path}: its config.json cannot be used" in refusal(tmp_path)
+
+
+def test_weights_that_are_refused(run, model, tmp_path):
+    def refusal(change):
+        folder = tmp_path / "changed"
+        shutil.copytree(model, folder)
+        weights = load_file(folder / "model.safetensors")
+        change(folder, weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        message = run("generate", "--model", folder, "--prompt", "a", status=2)
+        shutil.rmtree(folder)
+        return message.removeprefix(f"hf-recurrent: error: --model {folder}: its weights ")
+
+    def wider(folder, weights):
+        config = folder / "config.json"
+        config.write_text(config.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
+
+    assert refusal(lambda _, weights: weights.pop("model.norm.weight")) == "lack model.norm.weight\n"
+    assert refusal(lambda _, weights: weights["model.norm.weight"].fill_(torch.nan)) == (
+        "are not finite: model.norm.weight\n"
+    )
+    assert refusal(lambda _, weights: weights.update(more=torch.zeros(1))) == (
+        "hold what its configuration has no place for: more\n"
+    )
+    assert refusal(wider).startswith("have another shape than its configuration gives them: lm_head.weight, ")
+
+
+def test_a_terminal_without_utf_8(model):
+    env = os.environ | {"PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1]), "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "hf_recurrent", "train", "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "AdamW's ?" in done.stdout and done.stderr == ""
 
 
 def test_a_tokenizer_beyond_the_vocabulary(run, tmp_path):

@@ -247,12 +247,25 @@ def _with_values(parser: TrainParser, argv: list[str]) -> list[str]:
     ]
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice; YAML forbids it, and SafeLoader takes the last one."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for place, (key, _) in enumerate(node.value):
+            if keys[place] in keys[:place]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {keys[place]!r} is given twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
 def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
     """The settings in a YAML file as flags."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise CommandLineError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if settings is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..cli import first_line, nearest
 from ..modeling import FAMILIES
@@ -33,7 +34,10 @@ def parse_overrides(text: str) -> dict[str, object]:
         name, equals, value = item.partition("=")
         if not (equals and name.strip()):
             raise ValueError(f"--config-overrides: expected key=value,key=value, got {item!r}")
-        value = yaml.safe_load(value)
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"--config-overrides: {name}: got {value!r}, expected a YAML scalar") from None
         if isinstance(value, str):
             try:
                 value = float(value)  # YAML 1.1 takes 1e-5 for text
@@ -91,6 +95,8 @@ def check_folder(name: str) -> PreTrainedConfig:
     owner, slash, rest = name.partition("/")
     if not Path(name).exists() and (not (owner and slash) or "/" in rest or Path(owner).exists()):
         raise ValueError(f"--model {name}: no such folder")
+    if Path(name).exists() and not Path(name).is_dir():
+        raise ValueError(f"--model {name}: not a folder")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"--model {name}: the folder has no config.json, so it holds no model")
     hub.prepare(name)
@@ -110,10 +116,30 @@ def load_model(name: str) -> PreTrainedModel:
     """A causal language model of ours, from a folder or the Hub.
 
     Raises:
-        ValueError: there is none, it is of another type, or its weights cannot be read.
+        ValueError: there is none, it is of another type, or its weights cannot be read, are not those of its
+            configuration, or are not finite.
     """
     check_folder(name)
+    verbosity = logging.get_verbosity()
     try:
-        return AutoModelForCausalLM.from_pretrained(name)
+        logging.set_verbosity_error()  # it prints as a table what is raised below
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except Exception as error:  # safetensors and the Hub raise their own
         raise ValueError(f"--model {name}: its weights cannot be loaded: {hub.reason(error, name)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    broken = [key for key, weight in model.named_parameters() if not weight.isfinite().all()]
+    for keys, what in (
+        (report["missing_keys"], "lack {}"),
+        (report["mismatched_keys"], "have another shape than its configuration gives them: {}"),
+        (report["unexpected_keys"], "hold what its configuration has no place for: {}"),
+        (broken, "are not finite: {}"),
+    ):
+        if keys:
+            names = sorted(key if isinstance(key, str) else key[0] for key in keys)
+            raise ValueError(
+                f"--model {name}: its weights {what.format(', '.join(names[:3]))}" + " ..." * (len(names) > 3)
+            )
+    return model

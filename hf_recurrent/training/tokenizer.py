@@ -81,6 +81,8 @@ def load_tokenizer(name: str, flag: str = "--tokenizer") -> PreTrainedTokenizerB
     """
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"{flag} {name}: no such folder")
+    if Path(name).is_dir() and not any(any(Path(name).glob(files)) for files in ("tokenizer*", "vocab*", "*.model")):
+        raise ValueError(f"{flag} {name}: the folder holds no tokenizer")
     hub.prepare(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)

@@ -66,6 +66,7 @@ def test_an_empty_file(config):
         ("mixed_precision: fp8", "--mixed-precision: invalid choice: 'fp8'"),
         ("- a\n- b", "expected `key: value` lines, got a list"),
         ("a: [", "not YAML"),
+        ("seed: 1\nhidden_size: 3\nseed: 2", "not YAML: the key 'seed' is given twice in .*, line 3"),
     ],
 )
 def test_a_file_with_mistakes(config, text, message):
@@ -100,6 +101,7 @@ def test_a_file_with_mistakes(config, text, message):
         (["--hidden-dropout", "1"], "--hidden-dropout must be below 1, got 1.0"),
         (["--dataset", ""], "--dataset: expected a value, got ''"),
         (["--data-files", "a", ""], "--data-files: expected a value, got ''"),
+        (["--output-dir", "a\udcff"], r"--output-dir 'a\\udcff': not UTF-8 text"),
         ([""], "CONFIG.yaml: expected a value, got ''"),
         (["--overwrite", "--resume"], "--overwrite and --resume cannot both be given"),
         (["--dataset", "a", "--data-files", "b"], "--dataset and --data-files cannot both be given"),

@@ -37,6 +37,7 @@ def test_without_a_network_the_hub_is_asked_once(no_network, capfd):
 
 
 def test_what_is_here_asks_nobody(no_network, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))
     assert not constants.HF_HUB_OFFLINE
