@@ -436,8 +436,11 @@ class RecurrentModel(RecurrentPreTrainedModel):
                     f"past_key_values holds states of another model: layer {index} has the shapes {shapes}, "
                     f"{type(self).__name__} expects {layer.mixer.state_shapes} (without the batch)"
                 )
-            wide = torch.float64 if self.dtype is torch.float64 else torch.float32
-            expected = wide.to_complex() if layer.mixer.complex_state else wide
+            wide = self.dtype is torch.float64
+            if layer.mixer.complex_state:
+                expected = torch.complex128 if wide else torch.complex64
+            else:
+                expected = torch.float64 if wide else torch.float32
             if shapes and (dtype := held.states["recurrent"].dtype) is not expected:
                 raise TypeError(
                     f"past_key_values holds a state of another dtype: layer {index} has {dtype}, "

@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import FIRST, TINY, causal_lm, classifier, each_family, each_head, each_variant, states, token_ids
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import hf_recurrent
@@ -192,7 +193,7 @@ def test_compiled_decoding_compiles_once_or_twice(config):
     model = causal_lm(config)
     input_ids = token_ids(config, 2, 12)
     expected = model(input_ids).logits
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     cache = model(input_ids[:, :4], use_cache=True).past_key_values
     for t in range(4, 12):
