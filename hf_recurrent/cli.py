@@ -326,7 +326,7 @@ def _model_facts(name: str) -> dict[str, object]:
 
 def _preset_facts(name: str) -> dict[str, object]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSequenceClassification
 
     from .modeling import FAMILIES
 
@@ -334,8 +334,12 @@ def _preset_facts(name: str) -> dict[str, object]:
     if name not in presets:
         raise CommandLineError(f"--preset {name}: no such preset{nearest(name, presets)}; known: {', '.join(presets)}")
     config = presets[name].from_preset(name)
-    for_language = not getattr(config, "bidirectional", False) and getattr(config, "input_size", None) is None
-    auto_class = AutoModelForCausalLM if for_language else AutoModelForSequenceClassification
+    if getattr(config, "image_size", None) is not None:
+        auto_class = AutoModelForImageClassification
+    elif getattr(config, "bidirectional", False) or getattr(config, "input_size", None) is not None:
+        auto_class = AutoModelForSequenceClassification
+    else:
+        auto_class = AutoModelForCausalLM
     with torch.device("meta"):  # sizes without memory
         model = auto_class.from_config(config).eval()
     return {"preset": name, "class": type(model).__name__, **_size_facts(model)}
@@ -345,13 +349,15 @@ def _size_facts(model) -> dict[str, object]:
     import torch
 
     # The embedding and the head, counted once where they are tied.
-    embeddings = {module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
-    input_size = getattr(model.config, "input_size", None)
+    modules = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings = {module.weight for module in modules if hasattr(module, "weight")}
+    inputs = {"input features": "input_size", "image size": "image_size"}
+    inputs = {name: size for name, field in inputs.items() if (size := getattr(model.config, field, None)) is not None}
     facts = {
         "family": model.config.model_type,
         "layers": model.config.num_hidden_layers,
         "hidden size": model.config.hidden_size,
-        **({"vocabulary": model.config.vocab_size} if input_size is None else {"input features": input_size}),
+        **(inputs or {"vocabulary": model.config.vocab_size}),
         "parameters": model.num_parameters(),
         "parameters in embeddings": sum(weight.numel() for weight in embeddings),
         "dtype": str(model.dtype).removeprefix("torch."),

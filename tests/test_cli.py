@@ -283,6 +283,8 @@ PAPERS_COUNTS = {
     "longhorn-1.3b": 1.3e9,
     "gateloop-wikitext103-125m": 125e6,
     "s5-speech35": 280e3,
+    "vision-longhorn-tiny": 7e6,
+    "vision-longhorn-small": 26e6,
 }
 PRESETS = {name: config_class for config_class in hf_recurrent.FAMILIES for name in config_class.presets}
 
@@ -290,7 +292,7 @@ PRESETS = {name: config_class for config_class in hf_recurrent.FAMILIES for name
 def test_every_family_has_presets_under_its_own_name():
     assert set(PAPERS_COUNTS) < set(PRESETS)
     for config_class in hf_recurrent.FAMILIES:
-        assert config_class.presets and all(name.startswith(config_class.model_type) for name in config_class.presets)
+        assert config_class.presets and all(config_class.model_type in name for name in config_class.presets)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -299,8 +301,10 @@ def test_info_on_presets(run, name):
     config = PRESETS[name].from_preset(name)
     assert (facts["preset"], facts["family"]) == (name, config.model_type)
     assert (facts["layers"], facts["hidden size"]) == (config.num_hidden_layers, config.hidden_size)
-    reads = getattr(config, "input_size", None)
-    assert facts["vocabulary" if reads is None else "input features"] == (reads or config.vocab_size)
+    kinds = {"input features": "input_size", "image size": "image_size", "vocabulary": "vocab_size"}
+    reads = {kind: getattr(config, field, None) for kind, field in kinds.items()}
+    kind = next(kind for kind, size in reads.items() if size is not None)
+    assert facts[kind] == reads[kind] and len(set(kinds) & set(facts)) == 1
     if name in PAPERS_COUNTS:
         assert facts["parameters"] == pytest.approx(PAPERS_COUNTS[name], rel=0.06)
     if "state bytes per sequence" not in facts:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSequenceClassification
 
 import hf_recurrent
 
@@ -53,11 +53,13 @@ ALL = {
     for variant, shared in VARIANTS.items()
 }
 
-# Under each head, the last options of each family: with parameters that are in no Linear, and with buffers.
+# Under each head that reads tokens, the last options of each family: with parameters that are in no Linear, and with
+# buffers. (Images: test_vision_longhorn.py.)
 HEADS = {
     f"{config_class.model_type}-{auto_class.__name__}": (auto_class, (config_class, {**TINY, **options[-1]}))
     for config_class, options in FAMILIES.items()
     for auto_class in hf_recurrent.FAMILIES[config_class]
+    if auto_class is not AutoModelForImageClassification
 }
 
 # Decorators for tests that take a `config`: every family once, or every family with all of its options; or, with an
