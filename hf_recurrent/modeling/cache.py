@@ -1,10 +1,86 @@
 """RecurrentCache: what a recurrent model remembers, of a size that does not depend on how many tokens it has seen."""
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-from torch import Tensor
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
+
+STATE_FILE = "hf_recurrent.RecurrentCache/1"  # the "format" of a state file's metadata
+# Fields of a configuration that change nothing about what a state means.
+TRAINING_FIELDS = {"hidden_dropout", "initializer_range", "use_cache"}
+
+
+class MixerCall:
+    """What a mixer was called with: enough to give its states after any of the call's tokens, if they are asked for.
+
+    That is smaller than all of those states, for Longhorn by the factor `state_size`. The mixer itself is held weakly.
+    """
+
+    def __init__(self, mixer: nn.Module, args: tuple, kwargs: dict):
+        self.mixer = weakref.ref(mixer)
+        (self.x, self.state, self.mask, self.reset), self.kwargs = args, kwargs
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        given = [self.x, self.mask, self.reset, *self.state.values(), *self.kwargs.values()]
+        return sum(value.nbytes for value in given if isinstance(value, Tensor))
+
+    def states_after(self, num_tokens: int) -> dict[str, Tensor]:
+        """The states after the first `num_tokens` of this call.
+
+        The rest is masked, not cut off: products of the same shapes give the same bits, and padding changes no state.
+        """
+        if num_tokens == 0:
+            return self.state
+        mixer = self.mixer()
+        if mixer is None:
+            raise RuntimeError("the model whose calls this cache has recorded is gone, and needed to take tokens back")
+        kept = torch.arange(self.num_tokens, device=self.x.device) < num_tokens
+        mask = kept.expand(len(self.x), -1) if self.mask is None else self.mask & kept
+        return mixer(self.x, self.state, mask, self.reset, **self.kwargs)[1]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "MixerCall":
+        """This call with `function` applied to every tensor that has its rows."""
+        rows = len(self.x)
+        other = copy.copy(self)
+
+        def apply(value):
+            return function(value) if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
+
+        other.x, other.mask, other.reset = apply(self.x), apply(self.mask), apply(self.reset)
+        other.state = {name: apply(value) for name, value in self.state.items()}
+        other.kwargs = {name: apply(value) for name, value in self.kwargs.items()}
+        return other
+
+
+@contextlib.contextmanager
+def recorded_calls(mixers: Sequence[nn.Module]) -> Iterator[list[MixerCall]]:
+    """The calls of `mixers` inside the `with` block, in their order."""
+    calls: list[MixerCall] = []
+
+    def record(mixer: nn.Module, args: tuple, kwargs: dict) -> None:
+        calls.append(MixerCall(mixer, args, kwargs))
+
+    handles = [mixer.register_forward_pre_hook(record, with_kwargs=True) for mixer in mixers]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class RecurrentLayer:
@@ -12,15 +88,26 @@ class RecurrentLayer:
 
     # What `Cache` and `generate` ask of every layer.
     is_compileable = False
-    is_croppable = False
+    is_croppable = True
     supports_early_init = False
 
     def __init__(self):
         self.states: dict[str, Tensor] = {}
+        self.record_past = False
+        self.window: int | None = None
+        self.calls: list[MixerCall] = []
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {tuple(state.shape)} {state.dtype}" for name, state in self.states.items())
         return f"{type(self).__name__}({shapes})"
+
+    def __getstate__(self) -> dict:
+        """For pickles: the states. What was recorded needs the model, and stays behind."""
+        states = {name: state.detach() for name, state in self.states.items()}
+        return {**self.__dict__, "states": states, "record_past": False, "calls": []}
+
+    def __deepcopy__(self, memo: dict) -> "RecurrentLayer":
+        return self.map(lambda state: state.detach().clone())
 
     @property
     def batch_size(self) -> int:
@@ -29,19 +116,48 @@ class RecurrentLayer:
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.states.values())
+        return sum(state.nbytes for state in self.states.values()) + sum(call.nbytes for call in self.calls)
+
+    @property
+    def recorded_tokens(self) -> int:
+        return sum(call.num_tokens for call in self.calls)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "RecurrentLayer":
+        """This layer with `function` applied to every state, and to what is recorded."""
+        other = RecurrentLayer()
+        other.record_past, other.window = self.record_past, self.window
+        other.states = {name: function(state) for name, state in self.states.items()}
+        other.calls = [call.map(function) for call in self.calls]
+        return other
+
+    def advance(self, states: dict[str, Tensor], call: MixerCall | None) -> None:
+        self.states = states
+        if not self.record_past or call is None:
+            self.calls = []
+            return
+        self.calls.append(call)
+        while self.window is not None and self.recorded_tokens - self.calls[0].num_tokens >= self.window:
+            del self.calls[0]
+
+    def states_before(self, num_tokens: int) -> dict[str, Tensor]:
+        """The states before the last `num_tokens` of those recorded."""
+        for call in reversed(self.calls):
+            if num_tokens <= call.num_tokens:
+                return self.states if num_tokens == 0 else call.states_after(call.num_tokens - num_tokens)
+            num_tokens -= call.num_tokens
+        return self.states
 
     def reset(self) -> None:
-        self.states = {}
+        self.states, self.calls = {}, []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.states = {name: state[indices.to(state.device)] for name, state in self.states.items()}
+        self.__dict__ = self.map(lambda state: state[indices.to(state.device)]).__dict__
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.states = {name: state.repeat_interleave(repeats, dim=0) for name, state in self.states.items()}
+        self.__dict__ = self.map(lambda state: state.repeat_interleave(repeats, dim=0)).__dict__
 
 
 class RecurrentCache(Cache):
@@ -51,12 +167,19 @@ class RecurrentCache(Cache):
     Its bytes depend on the model and the batch, never on the number of tokens. The model only replaces states, it never
     writes into them: `copy.copy` of a layer's dict is a snapshot, and a call that fails leaves the cache as it was.
 
+    A cache is a value: `clone()` it, take rows of it (`cache[0]`, `cache[2:5]`), `save` it to a file and `load` it in
+    another process. A long prefix is read once, and every continuation starts from a clone:
+
+        prefix = model(prefix_ids, use_cache=True).past_key_values
+        outputs = [model.generate(ids, past_key_values=prefix.clone()) for ids in texts_with_the_prefix]
+
     Args:
-        config: the model's configuration, for its number of layers.
+        config: the model's configuration.
     """
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(layers=[RecurrentLayer() for _ in range(config.num_hidden_layers)])
+        self.config = config
         self.seen_tokens = 0
 
     def __repr__(self) -> str:
@@ -65,15 +188,72 @@ class RecurrentCache(Cache):
             f"{self.seen_tokens} tokens seen, {self.nbytes} bytes)"
         )
 
-    def advance(self, states: Sequence[dict[str, Tensor]], num_tokens: int) -> None:
-        """Replaces the states of all layers by those `num_tokens` later."""
-        for layer, new in zip(self.layers, states, strict=True):
-            layer.states = new
+    def __deepcopy__(self, memo: dict) -> "RecurrentCache":
+        return self._map(lambda state: state.detach().clone())
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> "RecurrentCache":
+        """A cache of its own with some of the rows, by index, slice, or a sequence or tensor of indices.
+
+        Raises:
+            IndexError: there is no such row; the cache is empty.
+        """
+        if self.batch_size < 0:
+            raise IndexError("an empty cache has no rows")
+        rows = torch.arange(self.batch_size)[rows].reshape(-1)
+        return self._map(lambda state: state[rows.to(state.device)])
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "RecurrentCache":
+        other = copy.copy(self)
+        other.layers = [layer.map(function) for layer in self.layers]
+        return other
+
+    def clone(self) -> "RecurrentCache":
+        """An independent copy, with what is recorded. (Unlike `copy.deepcopy`, it stays in the graph of gradients.)"""
+        return self._map(Tensor.clone)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "RecurrentCache":
+        """A copy as a model on `device`, with weights of `dtype`, would hold it: the recurrent states of narrower
+        weights are in float32 (complex64) all the same. What is recorded stays behind.
+
+        Raises:
+            TypeError: `dtype` is not a floating-point one.
+        """
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype must be the floating-point one of a model's weights, got {dtype}")
+        other = copy.copy(self)
+        other.layers = []
+        for layer in self.layers:
+            new = RecurrentLayer()
+            for name, state in layer.states.items():
+                wanted = None
+                if dtype is not None:
+                    wanted = torch.promote_types(dtype, torch.float32) if name == "recurrent" else dtype
+                    wanted = wanted.to_complex() if state.is_complex() else wanted
+                new.states[name] = state.to(device=device, dtype=wanted, copy=True)
+            other.layers.append(new)
+        return other
+
+    def advance(
+        self,
+        states: Sequence[dict[str, Tensor]],
+        num_tokens: int,
+        calls: Sequence[MixerCall] = (),
+        before: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Replaces the states of all layers by those `num_tokens` later, after `calls` of their mixers.
+
+        Raises:
+            RuntimeError: the states of the first layer are not those from `before` that `states` were computed from.
+        """
+        if before is not None and self.layers[0].states is not before:
+            raise RuntimeError("the cache was changed while a model was reading it: it serves one call at a time")
+        for index, (layer, new) in enumerate(zip(self.layers, states, strict=True)):
+            layer.advance(new, calls[index] if calls else None)
         self.seen_tokens += num_tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all states take."""
+        """Bytes that all states take, and what is recorded."""
         return sum(layer.nbytes for layer in self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -89,16 +269,134 @@ class RecurrentCache(Cache):
         super().reset()
         self.seen_tokens = 0
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Does nothing for 0 tokens, and raises for any other number: a recurrent state keeps no past to go back to."""
-        if tokens_to_remove != 0:
-            raise NotImplementedError(
-                f"cannot remove {abs(tokens_to_remove)} tokens: a RecurrentCache keeps the state after the last token "
-                "only. Copy it (copy.deepcopy) before feeding tokens that may have to be taken back."
-            )
+    # ---- taking tokens back ------------------------------------------------------------------------------------------
 
-    def activate_past_recording(self) -> None:
-        """Raises: what asks for it (assisted and prompt-lookup decoding) means to take tokens back, see `crop`."""
-        raise NotImplementedError(
-            "a RecurrentCache does not record past states, so its model can neither be assisted in decoding nor assist"
-        )
+    @property
+    def record_past(self) -> bool:
+        """Whether what is fed can be taken back. Each layer has its own, which `generate` switches off."""
+        return all(layer.record_past for layer in self.layers)
+
+    def activate_past_recording(self, window: int | None = None) -> None:
+        """From now on `crop` can take tokens back.
+
+        Args:
+            window: tokens that are to be kept for that. Calls that lie wholly before them are forgotten, so the memory
+                that recording takes is bounded. Without it all that was fed since the last `crop` can be taken back.
+
+        Raises:
+            ValueError: a window below 1.
+        """
+        if window is not None and window < 1:
+            raise ValueError(f"window must be at least 1 token, got {window}")
+        for layer in self.layers:
+            layer.record_past, layer.window = True, window
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """
+        Takes back the last tokens: the states are those before them, to the bit, short convolutions included. What was
+        recorded is forgotten; recording goes on. `crop(0)` therefore says that all tokens are to stay.
+
+        Args:
+            tokens_to_remove: -n takes back n tokens, as in Transformers' recurrent caches. Columns count, also padding.
+
+        Raises:
+            RuntimeError: nothing is being recorded, see `activate_past_recording`.
+            ValueError: a positive number; more tokens than were recorded. The cache is as it was.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be -n to take back n tokens, or 0; got {tokens_to_remove}")
+        num_tokens = -tokens_to_remove
+        if num_tokens:
+            if not self.record_past:
+                raise RuntimeError(
+                    f"cannot take back {num_tokens} tokens: call activate_past_recording() before feeding what may "
+                    "have to be taken back; without it a RecurrentCache keeps the state after the last token only"
+                )
+            recorded = self.layers[0].recorded_tokens
+            if num_tokens > recorded:
+                raise ValueError(
+                    f"cannot take back {num_tokens} tokens: {recorded} are recorded, since recording began, the last "
+                    "crop, or within its window"
+                )
+            states = [layer.states_before(num_tokens) for layer in self.layers]
+            for layer, state in zip(self.layers, states, strict=True):
+                layer.states = state
+            self.seen_tokens -= num_tokens
+        for layer in self.layers:
+            layer.calls = []
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the states to a safetensors file, whole or not at all. What is recorded stays behind."""
+        path = Path(path)
+        tensors = {}
+        for index, layer in enumerate(self.layers):
+            for name, state in layer.states.items():
+                state = state.detach().contiguous()
+                if state.is_complex():  # safetensors has no complex128
+                    name, state = f"{name}.complex", torch.view_as_real(state)
+                tensors[f"layers.{index}.{name}"] = state
+        metadata = {
+            "format": STATE_FILE,
+            "seen_tokens": str(self.seen_tokens),
+            "config": json.dumps(_meaning(self.config)),
+        }
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            save_file(tensors, unfinished, metadata)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike, config: PreTrainedConfig, device: torch.device | str = "cpu"
+    ) -> "RecurrentCache":
+        """
+        The cache that `save` wrote, for a model of `config`, on `device`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is not a whole state file; it was saved for another family or other sizes, which are named.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no state file {path}")
+        cache = cls(config)
+        try:
+            with safe_open(path, "pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+        if metadata.get("format") != STATE_FILE:
+            raise ValueError(
+                f"{path} is not a state file: its format is {metadata.get('format')!r}, not {STATE_FILE!r}"
+            )
+        try:
+            saved = json.loads(metadata["config"])
+            cache.seen_tokens = int(metadata["seen_tokens"])
+            for name, tensor in tensors.items():
+                _, index, state, *kind = name.split(".")
+                cache.layers[int(index)].states[state] = torch.view_as_complex(tensor) if kind else tensor
+        except (KeyError, IndexError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{path} is a damaged state file: {error!r}") from None
+        own = _meaning(config)
+        for name in own.keys() | saved.keys():
+            if saved.get(name) != own.get(name):
+                raise ValueError(
+                    f"{path} was saved by a model with {name} = {saved.get(name)!r}, this one has {own.get(name)!r}"
+                )
+        names = {frozenset(layer.states) for layer in cache.layers}
+        rows = {len(state) for layer in cache.layers for state in layer.states.values()}
+        if len(names) > 1 or len(rows) > 1 or cache.seen_tokens < 0:
+            raise ValueError(f"{path} is a damaged state file: its layers do not fit each other")
+        return cache
+
+
+def _meaning(config: PreTrainedConfig) -> dict:
+    """The fields of `config` that a state depends on, the family's name first, as JSON gives them back."""
+    fields = [name for name in type(config).__dataclass_fields__ if name not in PreTrainedConfig.__dataclass_fields__]
+    fields = [name for name in fields if name not in TRAINING_FIELDS and not name.endswith("_token_id")]
+    values = {"model_type": config.model_type} | {name: getattr(config, name) for name in fields}
+    return json.loads(json.dumps(values))

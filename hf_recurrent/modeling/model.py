@@ -1,5 +1,6 @@
 """What every family is built from: the backbone and its heads, generic over the mixer."""
 
+import contextlib
 import functools
 import inspect
 import math
@@ -18,7 +19,7 @@ from transformers.utils import can_return_tuple, is_tracing
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache import RecurrentCache
+from .cache import RecurrentCache, recorded_calls
 from .configuration import RecurrentConfig
 from .layers import RecurrentBlock, RMSNorm, ShortConvolution
 
@@ -168,8 +169,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _can_record_outputs = {"hidden_states": RecurrentBlock}
     _can_compile_fullgraph = True
-    # No rollback: `generate` refuses assisted decoding.
-    _is_stateful = True
+    # The cache can take tokens back, which is what assisted decoding needs.
+    _is_stateful = False
 
     def __init__(self, config: RecurrentConfig):
         if not isinstance(config, self.config_class):
@@ -289,6 +290,12 @@ class RecurrentModel(RecurrentPreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.post_init()
 
+    @property
+    def active_layers(self) -> nn.ModuleList:
+        """The layers that run: all, but while `generate` lets the first few draft for the others (it then sets
+        `config.num_hidden_layers` to `assistant_early_exit`)."""
+        return self.layers[: self.config.num_hidden_layers]
+
     def _residual_scale(self, module: nn.Module) -> float:
         outputs = [layer.mlp.down_proj for layer in self.layers if layer.has_mlp]
         outputs += [getattr(layer.mixer, "out_proj", None) for layer in self.layers]
@@ -355,14 +362,21 @@ class RecurrentModel(RecurrentPreTrainedModel):
         hidden_states = self.dropout(inputs_embeds)
         if self.config.residual_in_fp32:
             hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        layers = self.active_layers
+        before = [{} for _ in layers]
+        if past_key_values is not None:
+            before = [held.states for held in past_key_values.layers]
         states = []
-        for index, layer in enumerate(self.layers):
-            state = {} if past_key_values is None else past_key_values.layers[index].states
-            hidden_states, state = layer(hidden_states, state, mask, reset, **mixer_kwargs)
-            states.append(state)
+        recording = contextlib.nullcontext([])
+        if use_cache and past_key_values.record_past:
+            recording = recorded_calls([layer.mixer for layer in layers])
+        with recording as calls:
+            for layer, state in zip(layers, before, strict=True):
+                hidden_states, state = layer(hidden_states, state, mask, reset, **mixer_kwargs)
+                states.append(state)
         hidden_states = hidden_states.to(self.dtype) if self.norm is None else self.norm(hidden_states)
         if use_cache:
-            past_key_values.advance(states, length)
+            past_key_values.advance(states, length, calls, before[0])
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None
         )
@@ -423,13 +437,12 @@ class RecurrentModel(RecurrentPreTrainedModel):
                 f"past_key_values must be a RecurrentCache, got a {type(cache).__name__}; "
                 "without one, use_cache=True makes it"
             )
-        if len(cache.layers) != len(self.layers):
-            raise ValueError(
-                f"past_key_values has {len(cache.layers)} layers, {type(self).__name__} has {len(self.layers)}"
-            )
+        layers = self.active_layers
+        if len(cache.layers) != len(layers):
+            raise ValueError(f"past_key_values has {len(cache.layers)} layers, {type(self).__name__} has {len(layers)}")
         if cache.batch_size not in (-1, batch):
             raise ValueError(f"past_key_values holds the states of {cache.batch_size} rows, the input has {batch}")
-        for index, (held, layer) in enumerate(zip(cache.layers, self.layers, strict=True)):
+        for index, (held, layer) in enumerate(zip(cache.layers, layers, strict=True)):
             shapes = {name: tuple(state.shape[1:]) for name, state in held.states.items()}
             if shapes and shapes != layer.mixer.state_shapes:
                 raise ValueError(

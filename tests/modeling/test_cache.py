@@ -6,10 +6,12 @@ from dataclasses import fields
 
 import pytest
 import torch
-from families import causal_lm, each_family, states, token_ids
+from families import causal_lm, each_family, each_variant, states, token_ids
+from safetensors.torch import save_file
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+import hf_recurrent
 from hf_recurrent import RecurrentCache
 
 
@@ -29,7 +31,7 @@ def test_a_new_cache_is_empty(config):
     assert isinstance(cache, Cache) and len(cache) == config.num_hidden_layers
     assert cache.get_seq_length() == 0 and cache.nbytes == 0 and cache.batch_size == -1
     assert cache.get_max_length() == -1
-    assert not cache.is_compileable and not cache.is_croppable and not cache.is_initialized
+    assert not cache.is_compileable and cache.is_croppable and not cache.is_initialized and not cache.record_past
 
 
 @each_family
@@ -94,16 +96,220 @@ def test_states_are_replaced_and_never_written_into(model):
         assert all(torch.equal(held[name], values[name]) for name in values)
 
 
+def recording(model, batch=3, length=5, window=None, dtype=torch.float32):
+    """`model` in `dtype`, and its cache after a prefix, from which on it records."""
+    cache = filled(model.to(dtype), batch, length)
+    cache.activate_past_recording(window)
+    return cache
+
+
+def equal(cache, other) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(states(cache), states(other), strict=True))
+
+
+@each_variant
+@torch.no_grad()
+def test_crop_gives_the_states_before(config):
+    """To the bit: at the boundary of two calls, and inside a call those that it went through."""
+    model = causal_lm(config).float()
+    cache = recording(model)
+    before = cache.clone()
+    model(token_ids(config, 3, 7), past_key_values=cache)
+    cache.crop(-7)
+    assert equal(cache, before) and cache.get_seq_length() == 5 and cache.record_past
+
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[0, :4] = mask[1, 6:] = mask[2, 2] = 0
+    for removed in range(10):
+        cache, kept = recording(model), recording(model)
+        model(token_ids(config, 3, 9), attention_mask=mask, past_key_values=cache)
+        cache.crop(-removed)
+        assert cache.get_seq_length() == 14 - removed
+        shorter = mask.clone()
+        shorter[:, 9 - removed :] = 0
+        model(token_ids(config, 3, 9), attention_mask=shorter, past_key_values=kept)
+        assert equal(cache, kept)
+
+
 @each_family
-def test_crop_and_recording_are_refused(model):
+@torch.no_grad()
+def test_crop_over_several_calls(model, config):
+    input_ids = token_ids(config, 3, 12)
+    cache, snapshots = recording(model), []
+    for call in (input_ids[:, :3], input_ids[:, 3:4], input_ids[:, 4:8], input_ids[:, 8:9], input_ids[:, 9:]):
+        snapshots.append(cache.clone())
+        model(call, past_key_values=cache)
+    for snapshot in reversed(snapshots):
+        removed = cache.get_seq_length() - snapshot.get_seq_length()
+        other = cache.clone()
+        other.crop(-removed)
+        assert equal(other, snapshot)
+        after = model(input_ids, past_key_values=other).logits
+        assert torch.equal(after, model(input_ids, past_key_values=snapshot.clone()).logits)
+    other = cache.clone()
+    other.crop(-6)
+    straight = recording(model)
+    model(input_ids[:, :6], past_key_values=straight)
+    for x, y in zip(states(other), states(straight), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    cache.crop(0)
+    with pytest.raises(ValueError, match="cannot take back 1 tokens: 0 are recorded"):
+        cache.crop(-1)
+
+
+@each_family
+@torch.no_grad()
+def test_the_window_bounds_what_is_recorded(model, config):
+    cache = recording(model, window=4)
+    sizes = []
+    for token in token_ids(config, 3, 30).T:
+        model(token[:, None], past_key_values=cache)
+        sizes.append(cache.nbytes)
+    assert len(set(sizes[4:])) == 1
+    snapshot = cache.clone()
+    with pytest.raises(ValueError, match="cannot take back 5 tokens: 4 are recorded"):
+        cache.crop(-5)
+    assert equal(cache, snapshot) and cache.get_seq_length() == 35
+    cache.crop(-4)
+    assert cache.get_seq_length() == 31
+    with pytest.raises(ValueError, match="window must be at least 1 token, got 0"):
+        cache.activate_past_recording(0)
+
+
+@each_family
+@torch.no_grad()
+def test_crop_after_batch_operations(model, config):
+    rows = torch.tensor([2, 0])
+    expected = states(recording(model))
+    for operation, argument, chosen in (
+        ("reorder_cache", rows, [2, 0]),
+        ("batch_select_indices", rows, [2, 0]),
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
+        ("__getitem__", slice(1, 3), [1, 2]),
+    ):
+        cache = recording(model)
+        model(token_ids(config, 3, 4), past_key_values=cache)
+        cache = getattr(cache, operation)(argument) or cache
+        partly = cache.clone()
+        partly.crop(-1)
+        assert partly.batch_size == len(chosen) and partly.get_seq_length() == 8
+        cache.crop(-4)
+        assert all(torch.equal(x, y[chosen]) for x, y in zip(states(cache), expected, strict=True))
+
+
+@each_family
+@torch.no_grad()
+def test_crop_that_cannot_be(model, config):
     cache = filled(model)
     cache.crop(0)
-    for n in (-2, 3):
-        with pytest.raises(NotImplementedError, match=f"cannot remove {abs(n)} tokens"):
-            cache.crop(n)
-    with pytest.raises(NotImplementedError, match="does not record past states"):
-        cache.activate_past_recording()
-    assert cache.get_seq_length() == 5
+    with pytest.raises(RuntimeError, match=r"cannot take back 2 tokens: call activate_past_recording\(\)"):
+        cache.crop(-2)
+    with pytest.raises(ValueError, match="must be -n to take back n tokens, or 0; got 3"):
+        cache.crop(3)
+    cache.activate_past_recording()
+    model(token_ids(config, 3, 4), past_key_values=cache)
+    lost = copy.deepcopy(cache)
+    cache.layers[0].record_past = False  # as `generate` does with a cache that it gives back
+    with pytest.raises(RuntimeError, match="cannot take back"):
+        cache.crop(-1)
+    assert lost.get_seq_length() == 9
+    pickled = pickle.loads(pickle.dumps(lost))
+    assert not pickled.record_past and equal(pickled, lost) and pickled.nbytes < lost.nbytes
+    del model
+    lost.crop(-4)  # the boundary of a call: no mixer is needed
+    assert lost.get_seq_length() == 5
+
+
+@each_family
+@torch.no_grad()
+def test_rows_and_clones(model, config):
+    cache = filled(model)
+    for index, rows in ((1, [1]), (-1, [2]), (slice(0, 2), [0, 1]), ([2, 0], [2, 0]), (torch.tensor([0, 0]), [0, 0])):
+        part = cache[index]
+        assert part.batch_size == len(rows) and part.get_seq_length() == 5
+        assert all(torch.equal(x, y[rows]) for x, y in zip(states(part), states(cache), strict=True))
+    with pytest.raises(IndexError):
+        cache[3]
+    with pytest.raises(IndexError, match="an empty cache has no rows"):
+        RecurrentCache(config)[0]
+    clone = cache.clone()
+    assert not any(x.data_ptr() == y.data_ptr() for x, y in zip(states(clone), states(cache), strict=True))
+    # A prefix read once: each continuation is that of a full run.
+    prefix, texts = token_ids(config, 1, 9), token_ids(config, 3, 4, seed=1)
+    read = model(prefix, use_cache=True).past_key_values
+    for text in texts:
+        continued = model(text[None], past_key_values=read.clone()).logits
+        full = model(torch.cat([prefix, text[None]], 1)).logits[:, 9:]
+        torch.testing.assert_close(continued, full, rtol=1e-9, atol=1e-11)
+
+
+@each_family
+@torch.no_grad()
+def test_to_another_dtype(model, config):
+    cache = filled(model)
+    narrow = cache.to("cpu", torch.bfloat16)
+    for held in narrow.layers:
+        assert held.states["recurrent"].dtype in (torch.float32, torch.complex64)
+        assert "conv" not in held.states or held.states["conv"].dtype is torch.bfloat16
+    model.bfloat16()(token_ids(config, 3, 2), past_key_values=narrow)
+    assert narrow.get_seq_length() == 7 and cache.get_seq_length() == 5
+    with pytest.raises(TypeError, match="dtype must be the floating-point one"):
+        cache.to(dtype=torch.int64)
+
+
+@each_variant
+@torch.no_grad()
+def test_state_files(config, tmp_path):
+    model = causal_lm(config)
+    cache = filled(model)
+    cache.save(tmp_path / "state.safetensors")
+    loaded = RecurrentCache.load(tmp_path / "state.safetensors", model.config)
+    assert equal(loaded, cache) and loaded.get_seq_length() == 5
+    text = token_ids(config, 3, 4)
+    assert torch.equal(model(text, past_key_values=loaded).logits, model(text, past_key_values=cache).logits)
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+@each_family
+def test_state_files_that_do_not_fit(model, config, tmp_path):
+    path = tmp_path / "state.safetensors"
+    with pytest.raises(FileNotFoundError, match="there is no state file"):
+        RecurrentCache.load(path, config)
+    filled(model).save(path)
+
+    def changed(**changes):
+        return type(config)(**{field.name: getattr(config, field.name) for field in fields(config)} | changes)
+
+    RecurrentCache.load(path, changed(hidden_dropout=0.5))
+    with pytest.raises(ValueError, match=f"saved by a model with hidden_size = {config.hidden_size}, this one has 24"):
+        RecurrentCache.load(path, changed(hidden_size=24))
+    other = next(family for family in hf_recurrent.FAMILIES if not isinstance(config, family))
+    with pytest.raises(ValueError, match="saved by a model with "):
+        RecurrentCache.load(path, other())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        RecurrentCache.load(path, config)
+    path.write_bytes(whole.replace(b"layers.1.recurrent", b"layers.7.recurrent"))
+    with pytest.raises(ValueError, match="is a damaged state file"):
+        RecurrentCache.load(path, config)
+    save_file({"layers.0.recurrent": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match="is not a state file: its format is None"):
+        RecurrentCache.load(path, config)
+
+
+@each_family
+def test_two_calls_at_once_are_refused(model, config):
+    cache = filled(model)
+
+    def interfere(*_):
+        hook.remove()
+        model(token_ids(config, 3, 1), past_key_values=cache)
+
+    hook = model.model.layers[0].mixer.register_forward_hook(interfere)
+    with pytest.raises(RuntimeError, match="changed while a model was reading it"):
+        model(token_ids(config, 3, 2), past_key_values=cache)
+    assert cache.get_seq_length() == 6
 
 
 @each_family

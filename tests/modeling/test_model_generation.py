@@ -194,8 +194,6 @@ def test_a_finished_row_waits_for_the_others(config):
 def test_bad_requests_are_refused(config):
     model = causal_lm(config)
     input_ids = token_ids(config, 1, 6)
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        model.generate(input_ids, prompt_lookup_num_tokens=3, **NEW)
     with pytest.raises(ValueError, match="cache_implementation must be None or 'dynamic', got 'static'"):
         model.generate(input_ids, cache_implementation="static", **NEW)
     with pytest.raises(TypeError, match="must be a RecurrentCache, got a DynamicCache"):
@@ -212,13 +210,44 @@ def test_bad_requests_are_refused(config):
     assert cache.get_seq_length() == 6
 
 
+def counted_calls(model) -> list[int]:
+    """The lengths of the calls of `model` from now on."""
+    lengths = []
+    model.model.register_forward_hook(lambda module, args, out: lengths.append(out.last_hidden_state.shape[1]))
+    return lengths
+
+
+@each_variant
+@torch.no_grad()
+def test_assisted_decoding_is_greedy_decoding(config):
+    """By a model of its own family, by itself, by its first layer, and by what the prompt repeats."""
+    model = causal_lm(config)
+    prompt = token_ids(config, 1, 6).repeat(1, 3)
+    new = {**NEW, "max_new_tokens": 20}
+    greedy = model.generate(prompt, do_sample=False, **new)
+    small = causal_lm(type(config)(**{**config.to_diff_dict(), "num_hidden_layers": 1}))
+    for options in (
+        {"assistant_model": small},
+        {"assistant_model": causal_lm(config)},
+        {"assistant_early_exit": 1},
+        {"prompt_lookup_num_tokens": 3},
+    ):
+        assert torch.equal(model.generate(prompt, do_sample=False, **options, **new), greedy), options
+    twin, lengths = causal_lm(config), counted_calls(model)
+    twin.generation_config.assistant_confidence_threshold = 0.0  # it is to draft whatever it thinks of it
+    model.generate(prompt, do_sample=False, assistant_model=twin, **new)
+    assert len(lengths) <= 3  # every token that it drafts is accepted
+
+
 @each_family
 @torch.no_grad()
-def test_it_cannot_assist_another_model(config):
+def test_it_assists_another_model(config):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=config.vocab_size, **sizes)).eval()
-    with pytest.raises(NotImplementedError, match="can neither be assisted in decoding nor assist"):
-        llama.generate(token_ids(config, 1, 6), assistant_model=causal_lm(config, torch.float32), **NEW)
+    prompt = token_ids(config, 1, 6)
+    greedy = llama.generate(prompt, do_sample=False, **NEW)
+    assistant = causal_lm(config, torch.float32)
+    assert torch.equal(llama.generate(prompt, do_sample=False, assistant_model=assistant, **NEW), greedy)
 
 
 @pytest.fixture
