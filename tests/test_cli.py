@@ -119,6 +119,8 @@ def test_ctrl_c_during_the_imports(tmp_path, program, status):
         """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
+
 class Interrupted:
     def find_spec(name, path, target):
         if name == "torch":
