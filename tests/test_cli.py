@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import shutil
@@ -145,6 +146,47 @@ def expected(model, prompt, **options):
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     ids = tokenizer(prompt, return_tensors="pt")
     return tokenizer.decode(loaded.generate(**ids, **options)[0], skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_goes_on_in_another_process(run, model, tmp_path, stream):
+    """As if it had never stopped: the state goes from one call to the next, in a file."""
+    flags = ["--model", model, "--temperature", 0, *(["--stream"] if stream else [])]
+    whole = run("generate", *flags, "--prompt", "def fé", "--max-new-tokens", 24)
+    state = tmp_path / "state"
+    parts = run("generate", *flags, "--prompt", "def fé", "--max-new-tokens", 5, "--state-out", state)
+    for number in (7, 12):
+        more = ["--max-new-tokens", number, "--state-in", state, "--state-out", state]
+        parts = parts.removesuffix("\n") + run("generate", *flags, *more)
+    # A character may begin in one part and end in the next.
+    assert [c for c in parts if c != "\ufffd"] == [c for c in whole if c != "\ufffd"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_prompt_after_a_state_and_from_standard_input(run, model, tmp_path, monkeypatch):
+    flags = ["generate", "--model", model, "--temperature", 0, "--max-new-tokens", 6]
+    monkeypatch.setattr(cli, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"import os, sys, json")))
+    first = run(*flags, "--prompt", "-", "--state-out", tmp_path / "state")
+    assert first == run(*flags, "--prompt", "import os, sys, json")
+    second = run(*flags, "--prompt", ", and", "--state-in", tmp_path / "state")
+    assert second == run(*flags, "--prompt", first.removesuffix("\n") + ", and").removeprefix(first.removesuffix("\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert "standard input is not UTF-8 text (byte 0)" in run(*flags, "--prompt", "-", status=2)
+
+
+def test_states_that_cannot_be(run, model, tmp_path):
+    flags = ["generate", "--model", model, "--prompt", "a"]
+    assert "there is no state file" in run(*flags, "--state-in", tmp_path / "none", status=2)
+    (tmp_path / "broken").write_bytes(b"12345678")
+    assert "is not a whole safetensors file" in run(*flags, "--state-in", tmp_path / "broken", status=2)
+    other = hf_recurrent.MinGRUConfig(hidden_size=8, num_hidden_layers=2, vocab_size=257)
+    hf_recurrent.RecurrentCache(other).save(tmp_path / "other")
+    assert "saved by a model with hidden_size = 8, this one has 16" in run(
+        *flags, "--state-in", tmp_path / "other", status=2
+    )
+    assert "cannot be written" in run(*flags, "--state-out", tmp_path / "none" / "state", status=2)
+    assert "cannot be combined with --num-beams" in run(*flags, "--state-out", "s", "--num-beams", 2, status=2)
 
 
 def test_greedy_and_beams(run, model):

@@ -327,8 +327,9 @@ class RecurrentCache(Cache):
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Writes the states to a safetensors file, whole or not at all. What is recorded stays behind."""
+    def save(self, path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:
+        """Writes the states, and `metadata` of the caller's beside them, to a safetensors file, whole or not at all.
+        What is recorded stays behind."""
         path = Path(path)
         tensors = {}
         for index, layer in enumerate(self.layers):
@@ -338,6 +339,7 @@ class RecurrentCache(Cache):
                     name, state = f"{name}.complex", torch.view_as_real(state)
                 tensors[f"layers.{index}.{name}"] = state
         metadata = {
+            **(metadata or {}),
             "format": STATE_FILE,
             "seen_tokens": str(self.seen_tokens),
             "config": json.dumps(_meaning(self.config)),
