@@ -13,11 +13,11 @@ PIP_INSTALL = $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check 
 QUIET := $(shell test -t 2 || echo --quiet)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench wheel clean
+.PHONY: help demo test test-hf lint bench wheel clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) makes the environment in VENV=$(VENV)."
 
 demo: $(RUN)  ## train a minGRU on Python's own source files (about three minutes), then print a sample
@@ -26,6 +26,9 @@ demo: $(RUN)  ## train a minGRU on Python's own source files (about three minute
 
 test: $(DEV)  ## run the tests
 	$(BIN)/python -m pytest -q --durations=10
+
+test-hf: $(DEV)  ## run Transformers' own common tests on every model (fetches its source distribution once)
+	$(BIN)/python -m pytest -q --durations=5 tests/hf
 
 lint: $(DEV)  ## check style and formatting
 	$(BIN)/ruff check .

@@ -449,6 +449,7 @@ class S5PreTrainedModel(RecurrentPreTrainedModel):
         super().__init__(config)
         if config.input_size is not None:
             self.main_input_name = "input_features"
+            self._input_embed_layer = "embed_features"  # what get_input_embeddings returns
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
