@@ -150,6 +150,17 @@ class FeatureTester(ModelTester):
         return config, {"input_features": features, "attention_mask": mask}
 
 
+class ImageTester(ModelTester):
+    """Images, (B, C, H, W), of four patches."""
+
+    seq_length = 5  # and the class token
+
+    def prepare_config_and_inputs_for_common(self):
+        config = self.get_config()
+        shape = self.batch_size, config.num_channels, config.image_size, config.image_size
+        return config, {"pixel_values": torch.randn(shape, device=torch_device)}
+
+
 class Suite:
     """What all suites have. A subclass sets `all_model_classes`."""
 
@@ -256,6 +267,32 @@ class S5FeaturesTest(CommonSuite, unittest.TestCase):
         "test_load_with_mismatched_shapes": "it changes the vocabulary, on which no weights depend",
         "test_model_get_set_embeddings": "it expects a table of token embeddings",
     }
+
+
+class LonghornImagesTest(CommonSuite, unittest.TestCase):
+    """Vision Longhorn."""
+
+    all_model_classes = (hf_recurrent.LonghornModel, hf_recurrent.LonghornForImageClassification)
+    model_tester_class = ImageTester
+    extra_fields = {"image_size": 8, "patch_size": 4, "bidirectional": True}
+    test_resize_embeddings = False
+    not_applicable = {
+        **S5FeaturesTest.not_applicable,
+        "test_enable_input_require_grads_with_gradient_checkpointing": "it looks for a weight right in the embeddings, "
+        "which here is in the convolution inside",
+    }
+    cannot_pass = {
+        "test_inputs_embeds*": "it passes input_ids",
+        "test_model_get_set_embeddings": "it expects a table of token embeddings",
+    }
+
+
+class LonghornBothWaysTest(CommonSuite, unittest.TestCase):
+    """Longhorn as an encoder of text."""
+
+    all_model_classes = (hf_recurrent.LonghornModel, hf_recurrent.LonghornForSequenceClassification)
+    extra_fields = {"bidirectional": True}
+    not_applicable = {"test_causal_lm_loss_honors_shift_labels": "not a language model"}
 
 
 class TrainingSuite(Suite, MIXINS.test_training_mixin.TrainingTesterMixin):
