@@ -23,7 +23,7 @@ TITLES = {
     "cell": "The minGRU cell, activations included",
     "core": "The minGRU cell against minGRU-pytorch's (both with activations)",
     "step": "A training step of the paper's Shakespeare model",
-    "families": "A training step of each family, 3 layers of width 384",
+    "families": "A training step of each family, 3 × 384",
     "products": "The same steps against their matrix products",
 }
 
