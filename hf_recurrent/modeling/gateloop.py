@@ -150,8 +150,6 @@ class GateLoopMixer(nn.Module):
         self.head_size = size // self.num_heads
         self.polar = config.transition == "polar"
         self.complex_state = config.complex_transition
-        self.magnitude = MAGNITUDE_ACTIVATIONS[config.magnitude_activation]
-        self.phase = PHASE_ACTIVATIONS[config.phase_activation]
         self.state_shapes = {"recurrent": (self.num_heads, self.head_size, self.head_size)}
 
         self.conv1d = None
@@ -175,16 +173,19 @@ class GateLoopMixer(nn.Module):
 
     def transitions(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """a of `gate_loop` in `dtype` or its complex counterpart; (1, 1, ...) where the data do not control it."""
+        # Looked up here: as attributes, functions without a name would keep the model from being pickled.
+        magnitude = MAGNITUDE_ACTIVATIONS[self.config.magnitude_activation]
+        phase = PHASE_ACTIVATIONS[self.config.phase_activation]
         given = self.transition[None, None] if self.transition_proj is None else self.transition_proj(x)
         given = given.to(dtype)
         if self.polar:
             given = given.unflatten(-1, (-1, self.num_heads, self.head_size))
-            magnitude = self.magnitude(given[:, :, 0])
-            return torch.polar(magnitude, self.phase(given[:, :, 1])) if self.complex_state else magnitude
+            size = magnitude(given[:, :, 0])
+            return torch.polar(size, phase(given[:, :, 1])) if self.complex_state else size
         if not self.complex_state:
-            return self.magnitude(given.abs()).copysign(given).unsqueeze(-1)
+            return magnitude(given.abs()).copysign(given).unsqueeze(-1)
         c = torch.view_as_complex(given.unflatten(-1, (self.num_heads, 1, 2)))
-        return torch.polar(self.magnitude(c.abs()), self.phase(c.angle()))
+        return torch.polar(magnitude(c.abs()), phase(c.angle()))
 
     def forward(
         self,

@@ -1,6 +1,7 @@
 """Loading: sharded, on the meta device, with device maps, in other dtypes, from other heads; and importing."""
 
 import json
+import pickle
 import subprocess
 import sys
 
@@ -168,3 +169,11 @@ print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)
     assert done.returncode == 0, done.stderr
     expected = hf_recurrent.FAMILIES[config_class][AutoModelForCausalLM].__name__
     assert done.stdout.split() == [expected]
+
+
+@each_variant
+def test_pickles(config):
+    """As `torch.save(model)` writes them and processes hand them on."""
+    model = causal_lm(config)
+    input_ids = token_ids(config, 2, 5)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(input_ids).logits, model(input_ids).logits)
