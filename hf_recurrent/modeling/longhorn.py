@@ -411,7 +411,7 @@ class LonghornForImageClassification(RecurrentPreTrainedModel):
             loss with `labels`; logits, (B, num_labels); hidden_states.
 
         Raises:
-            What `LonghornModel.forward` raises.
+            What `LonghornModel.forward` raises; ValueError, TypeError or IndexError for labels that do not fit.
         """
         outputs = self.model(
             pixel_values=pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, use_cache=False, **kwargs
@@ -420,5 +420,5 @@ class LonghornForImageClassification(RecurrentPreTrainedModel):
         logits = self.score(tokens[:, (tokens.shape[1] - 1) // 2])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+            loss = self.classification_loss(logits, labels)
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -140,6 +140,35 @@ def classes_checked(
         ) from None
 
 
+def fitting_labels(config: PreTrainedConfig, logits: Tensor, labels: Tensor) -> tuple[str, Tensor]:
+    """
+    Args:
+        logits: (..., num_labels).
+        labels: (...) or (..., 1) class indices; or numbers, (..., num_labels), or (...) for one.
+
+    Returns:
+        `config.problem_type`, or where it is None what labels like these are taken for; and the labels as its loss
+        takes them: int64 of the shape (...), or numbers of the logits' shape.
+
+    Raises:
+        ValueError: labels of another shape (a loss would broadcast them).
+        TypeError: numbers where class indices are expected.
+    """
+    problem = config.problem_type
+    if problem is None:
+        numbers = labels.is_floating_point() or labels.dtype == torch.bool
+        problem = "multi_label_classification" if numbers else "single_label_classification"
+        problem = "regression" if config.num_labels == 1 else problem
+    classes, rows = problem == "single_label_classification", tuple(logits.shape[:-1])
+    expected, given = rows if classes else tuple(logits.shape), tuple(labels.shape)
+    if given not in (expected, (*rows, 1) if classes else rows if config.num_labels == 1 else expected):
+        raise ValueError(f"labels must have the shape {expected} for {problem}, got {given}")
+    if classes and (labels.is_floating_point() or labels.is_complex()):
+        raise TypeError(f"labels must be integers for {problem}, got {labels.dtype}")
+    labels = labels.to(logits.device).reshape(expected)
+    return problem, labels.long() if classes else labels.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def taking(forward: Callable, **inputs: type) -> Callable:
     """`forward`, whose **kwargs take `inputs` already, with their names in its signature: there Trainer looks for the
     columns to keep and `generate` for the arguments to pass on."""
@@ -211,7 +240,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         return 1.0
 
     def classification_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of `config.problem_type` for one prediction per row, (B, num_labels)."""
+        """The loss of `config.problem_type` for one prediction per row, (B, num_labels).
+
+        Raises:
+            What `fitting_labels` raises; IndexError for a label that is none of the classes.
+        """
+        _, labels = fitting_labels(self.config, logits, labels)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return classes_checked(
             lambda: self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config),
             "labels", labels, self.config.num_labels,
@@ -668,7 +703,8 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             whose arguments the others are.
 
         Raises:
-            What `RecurrentModel.forward` raises; IndexError for a label outside the classes.
+            What `RecurrentModel.forward` raises; ValueError or TypeError for labels that do not fit the problem type;
+            IndexError for a label outside the classes.
         """
         outputs = self.model(
             input_ids,

@@ -49,6 +49,7 @@ from .model import (
     RecurrentModel,
     RecurrentPreTrainedModel,
     classes_checked,
+    fitting_labels,
     last_token,
     mean_token,
     taking,
@@ -645,7 +646,7 @@ class S5ForTokenClassification(S5PreTrainedModel):
             loss with `labels`, logits, (B, L, num_labels), and hidden_states.
 
         Raises:
-            What `S5Model.forward` raises; ValueError for labels of another shape.
+            What `S5Model.forward` raises; ValueError, TypeError or IndexError for labels that do not fit.
         """
         outputs = self.model(
             input_ids,
@@ -663,25 +664,17 @@ class S5ForTokenClassification(S5PreTrainedModel):
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
     def _loss(self, logits: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-        problem = self.config.problem_type
-        if problem is None:
-            numbers = "regression" if self.num_labels == 1 else "multi_label_classification"
-            problem = numbers if labels.is_floating_point() or self.num_labels == 1 else "single_label_classification"
-        classes = problem == "single_label_classification"
-        if not classes and self.num_labels == 1 and labels.ndim == 2:
-            labels = labels[..., None]
-        expected = tuple(logits.shape[:2] if classes else logits.shape)
-        if labels.shape != expected:
-            raise ValueError(f"labels must have the shape {expected} for {problem}, got {tuple(labels.shape)}")
+        problem, labels = fitting_labels(self.config, logits, labels)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         real = torch.ones_like(logits[..., 0], dtype=torch.bool) if attention_mask is None else attention_mask != 0
-        if classes:
+        if problem == "single_label_classification":
             targets = labels.masked_fill(~real, IGNORED)
             return classes_checked(
-                lambda: F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()),
+                lambda: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
                 "labels", targets, self.num_labels,
             )  # fmt: skip
         loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
-        return loss(logits[real], labels[real].to(logits.dtype))
+        return loss(logits[real], labels[real])
 
 
 class S5ForDocumentMatching(S5PreTrainedModel):

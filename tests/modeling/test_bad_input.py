@@ -161,6 +161,26 @@ def test_labels_outside_the_classes(config, bad):
 
 
 @each_family
+@pytest.mark.parametrize(
+    "problem_type, labels, error, message",
+    [
+        # Losses would broadcast the first two.
+        ("regression", [0.5, 1.5], ValueError, r"shape \(2, 2\) for regression, got \(2,\)"),
+        ("regression", [[0.5, 1.5]], ValueError, r"shape \(2, 2\) for regression, got \(1, 2\)"),
+        ("multi_label_classification", [0, 1], ValueError, r"\(2, 2\) for multi_label_classification, got \(2,\)"),
+        (None, [0, 1, 1], ValueError, r"shape \(2,\) for single_label_classification, got \(3,\)"),
+        (None, [0.0, 1.0], ValueError, r"shape \(2, 2\) for multi_label_classification, got \(2,\)"),
+        ("single_label_classification", [0.0, 1.0], TypeError, "integers for single_label_.*, got torch.float32"),
+    ],
+    ids=str,
+)
+def test_labels_that_do_not_fit_the_problem(config, problem_type, labels, error, message):
+    config.problem_type = problem_type
+    with pytest.raises(error, match=f"^labels must .*{message}$"):
+        classifier(config)(token_ids(config, 2, 5), labels=torch.tensor(labels))
+
+
+@each_family
 def test_a_state_of_another_dtype(config):
     double, single = causal_lm(config), causal_lm(config, torch.float32)
     input_ids = token_ids(config, 2, 5)

@@ -349,6 +349,29 @@ def test_classification_losses(config, num_labels, problem_type, labels):
     assert model.score.weight.grad.abs().sum() > 0
 
 
+@each_family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "problem_type, labels, other",
+    [
+        ("multi_label_classification", [[0, 1], [1, 1]], torch.float32),
+        ("regression", [[3, 1], [0, -2]], torch.float32),
+        ("single_label_classification", [0, 1], torch.int32),
+        ("single_label_classification", [[0], [1]], torch.int16),
+    ],
+    ids=str,
+)
+def test_labels_of_any_dtype(config, dtype, problem_type, labels, other):
+    """Integers, as JSON has them, under every problem; and the loss of narrow weights is computed in float32."""
+    config.problem_type = problem_type
+    model, input_ids = classifier(config, dtype), token_ids(config, 2, 5)
+    out = model(input_ids, labels=torch.tensor(labels))
+    assert torch.equal(out.loss, model(input_ids, labels=torch.tensor(labels, dtype=other)).loss)
+    assert out.loss.dtype is torch.float32 and out.logits.dtype is dtype
+    out.loss.backward()
+    assert model.score.weight.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("config_class", hf_recurrent.FAMILIES)
 @pytest.mark.parametrize(
     "options",

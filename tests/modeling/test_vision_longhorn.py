@@ -340,7 +340,7 @@ def test_what_cannot_be_honoured():
     model, image = fresh(tiny(), torch.float32), torch.zeros(1, 3, 12, 12)
     with pytest.raises(ValueError, match="must be multiples of patch_size=4, got 14 x 12"):
         model(torch.zeros(1, 3, 14, 12), interpolate_pos_encoding=True)
-    with pytest.raises(IndexError, match="Target 2 is out of bounds"):
+    with pytest.raises(IndexError, match=r"labels holds the class 2, outside the 2 classes \(0 to 1\)"):
         model(image, labels=torch.tensor([2]))
     with pytest.raises(TypeError, match="unexpected keyword argument 'bool_masked_pos'"):
         model(image, bool_masked_pos=torch.zeros(1, 9))
