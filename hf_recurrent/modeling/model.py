@@ -661,7 +661,9 @@ def mean_token(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
     if attention_mask is None:
         return hidden_states.mean(dim=1)
     real = attention_mask[:, -hidden_states.shape[1] :, None] != 0
-    return torch.where(real, hidden_states, 0).sum(dim=1) / real.sum(dim=1).clamp(min=1)
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)  # a sum may leave float16's range
+    total = torch.where(real, hidden_states, 0).sum(dim=1, dtype=dtype)
+    return (total / real.sum(dim=1).clamp(min=1)).to(hidden_states.dtype)
 
 
 class RecurrentForSequenceClassification(RecurrentPreTrainedModel):

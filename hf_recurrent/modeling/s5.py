@@ -329,21 +329,21 @@ class S5BatchNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(channels))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)  # of the statistics too: sums may leave float16's range
+        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
         if self.training and mask is None:
-            dtype = torch.promote_types(x.dtype, torch.float32)  # that of the statistics too
-            weight, bias = self.weight.to(dtype), self.bias.to(dtype)
             y, mean, inverse = torch.native_batch_norm(x.flatten(0, 1), weight, bias, None, None, True, 0.0, self.eps)
             self._track(mean, inverse**-2 - self.eps, self.momentum)
             return y.view_as(x)
-        mean, variance = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
+        mean, variance = self.running_mean.to(dtype), self.running_var.to(dtype)
         if self.training:
             count = mask.sum().clamp(min=1)
-            mean = torch.where(mask[..., None], x, 0).sum((0, 1)) / count
+            mean = torch.where(mask[..., None], x, 0).sum((0, 1), dtype=dtype) / count
             variance = torch.where(mask[..., None], x - mean, 0).square().sum((0, 1)) / count
             # A batch of padding has no statistics.
             self._track(mean, variance, self.momentum * mask.any().to(self.running_mean.dtype))
-        scale = torch.rsqrt(variance + self.eps) * self.weight
-        return torch.addcmul(self.bias - mean * scale, x, scale)
+        scale = torch.rsqrt(variance + self.eps) * weight
+        return torch.addcmul(bias - mean * scale, x.to(dtype), scale).to(x.dtype)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, share: float | Tensor) -> None:

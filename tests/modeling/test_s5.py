@@ -19,6 +19,7 @@ from hf_recurrent import (
     S5ForTokenClassification,
     S5Model,
 )
+from hf_recurrent.modeling.model import mean_token
 from hf_recurrent.modeling.s5 import S5SSM, ChannelDropout, S5BatchNorm, S5Block, S5Mixer, hippo_normal
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}  # float64
@@ -343,6 +344,25 @@ def test_batch_norm_sees_real_positions_only():
     peer.running_var.copy_(norm.running_var)
     torch.testing.assert_close(norm.eval()(x, mask), peer.eval()(x.transpose(1, 2)).transpose(1, 2), **CLOSE)
     torch.testing.assert_close(norm.train()(x, None), norm.train()(x, torch.ones_like(mask)), **CLOSE)
+
+
+@torch.no_grad()
+def test_statistics_and_means_of_long_rows_in_half_precision():
+    """Their sums are far outside the range of float16, which ends at 65504."""
+    torch.manual_seed(0)
+    x, mask = 5 + 3 * torch.randn(1, 40000, 4), torch.ones(1, 40000, dtype=torch.bool)
+    mask[0, 0] = False
+    for training in (True, False):
+        outputs = []
+        for dtype in (torch.float16, torch.float32):
+            norm = S5BatchNorm(4, eps=1e-5, momentum=0.5).to(dtype).train(training)
+            outputs += [[norm(x.to(dtype), mask), norm.running_mean, norm.running_var]]
+        for half, single in zip(*outputs, strict=True):
+            assert half.dtype is torch.float16
+            torch.testing.assert_close(half.float(), single, rtol=2e-3, atol=4e-3)
+    mean = mean_token(x.half(), mask)
+    assert mean.dtype is torch.float16
+    torch.testing.assert_close(mean.float(), mean_token(x, mask), rtol=1e-3, atol=0)
 
 
 def test_dropout_takes_whole_channels():
