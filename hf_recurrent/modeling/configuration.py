@@ -8,6 +8,8 @@ from huggingface_hub.dataclasses import strict, validated_field
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
 
 def at_least(minimum: int) -> Callable[[int], None]:
     """A field validator: an integer not below `minimum`."""
@@ -97,7 +99,7 @@ class RecurrentConfig(PreTrainedConfig):
     Raises:
         huggingface_hub.errors.StrictDataclassError: a value of the wrong type or out of range; the message names the
             field, what it expects and what it got. (Transformers' configs are checked this way.)
-        TypeError: an unknown argument whose name is close to a field's.
+        TypeError: an unknown argument whose name is close to a field's, or that of a property below.
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]
@@ -139,6 +141,11 @@ class RecurrentConfig(PreTrainedConfig):
         # would so be ignored in silence. Special tokens (sep_token_id and the like) resemble ours and are left alone.
         fields = [name for name in type(self).__dataclass_fields__ if name not in PreTrainedConfig.__dataclass_fields__]
         for name in kwargs:
+            derived = getattr(type(self), name, None)
+            if isinstance(derived, property) and not hasattr(PreTrainedConfig, name):
+                raise TypeError(
+                    f"{type(self).__name__} has no field {name!r}, which follows from others: {derived.__doc__}"
+                )
             close = difflib.get_close_matches(name, fields, n=1, cutoff=0.8)
             if close and not name.endswith("_token_id"):
                 raise TypeError(f"{type(self).__name__} has no field {name!r}: did you mean {close[0]!r}?")
@@ -149,6 +156,14 @@ class RecurrentConfig(PreTrainedConfig):
         if self.recurrent_size < 1:
             raise ValueError(f"expansion * hidden_size must be at least 1, got {self.expansion} * {self.hidden_size}")
         self.intermediate_size  # noqa: B018  (raises)
+
+    def validate_labels(self):
+        """There must be a class, and a loss for the problem (run by `validate`, as the others)."""
+        if self.num_labels is not None and self.num_labels < 1:
+            raise ValueError(f"num_labels must be at least 1, got {self.num_labels}")
+        if self.problem_type is not None and self.problem_type not in PROBLEM_TYPES:
+            known = ", ".join(map(repr, PROBLEM_TYPES))
+            raise ValueError(f"problem_type must be None or one of {known}, got {self.problem_type!r}")
 
     @property
     def recurrent_size(self) -> int:
