@@ -414,7 +414,9 @@ class LonghornForImageClassification(RecurrentPreTrainedModel):
             What `LonghornModel.forward` raises; ValueError, TypeError or IndexError for labels that do not fit.
         """
         outputs = self.model(
-            pixel_values=pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, use_cache=False, **kwargs
+            pixel_values=pixel_values,
+            interpolate_pos_encoding=interpolate_pos_encoding,
+            **self.without_cache(kwargs),
         )
         tokens = outputs.last_hidden_state
         logits = self.score(tokens[:, (tokens.shape[1] - 1) // 2])

@@ -252,6 +252,16 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             "labels", labels, self.config.num_labels,
         )  # fmt: skip
 
+    def without_cache(self, kwargs: dict) -> dict:
+        """The `kwargs` of a head whose outputs have no place for states, with use_cache=False.
+
+        Raises:
+            ValueError: `use_cache` is asked for.
+        """
+        if kwargs.get("use_cache"):
+            raise ValueError(f"{type(self).__name__} returns no states: use_cache must be False")
+        return {**kwargs, "use_cache": False}
+
     def parameter_groups(
         self,
         lr: float,

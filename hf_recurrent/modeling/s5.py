@@ -653,11 +653,10 @@ class S5ForTokenClassification(S5PreTrainedModel):
             attention_mask,
             position_ids,
             inputs_embeds=inputs_embeds,
-            use_cache=False,
             input_features=input_features,
             timesteps=timesteps,
             step_rescale=step_rescale,
-            **kwargs,
+            **self.without_cache(kwargs),
         )
         logits = self.score(outputs.last_hidden_state)
         loss = None if labels is None else self._loss(logits, labels, attention_mask)
@@ -666,7 +665,9 @@ class S5ForTokenClassification(S5PreTrainedModel):
     def _loss(self, logits: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
         problem, labels = fitting_labels(self.config, logits, labels)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        real = torch.ones_like(logits[..., 0], dtype=torch.bool) if attention_mask is None else attention_mask != 0
+        real = torch.ones_like(logits[..., 0], dtype=torch.bool)
+        if attention_mask is not None:  # for the tokens of this call, or for all so far
+            real = attention_mask[:, -logits.shape[1] :] != 0
         if problem == "single_label_classification":
             targets = labels.masked_fill(~real, IGNORED)
             return classes_checked(
@@ -733,7 +734,7 @@ class S5ForDocumentMatching(S5PreTrainedModel):
                 if x.ndim < 3 or x.shape[1] != 2:
                     raise ValueError(f"{name} must hold pairs, with the shape (batch, 2, ...), got {tuple(x.shape)}")
                 inputs[name] = x.flatten(0, 1)
-        outputs = self.model(**inputs, use_cache=False, step_rescale=step_rescale, **kwargs)
+        outputs = self.model(**inputs, step_rescale=step_rescale, **self.without_cache(kwargs))
         pooled = self.pool(outputs.last_hidden_state, inputs["input_ids"], inputs["attention_mask"])
         first, second = pooled.unflatten(0, (-1, 2)).unbind(1)
         features = torch.cat([first, second, first - second, first * second], dim=-1)

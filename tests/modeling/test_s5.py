@@ -602,6 +602,25 @@ def test_labels_outside_the_classes():
         model(input_features=x, labels=torch.full((2, 5), 4))
 
 
+def test_heads_that_return_no_states():
+    ids = torch.randint(0, 31, (2, 2, 5))
+    for model_class, given in ((S5ForTokenClassification, ids[0]), (S5ForDocumentMatching, ids)):
+        model = fresh(model_class, tiny())
+        with pytest.raises(ValueError, match=f"{model_class.__name__} returns no states: use_cache must be False"):
+            model(given, use_cache=True)
+        assert torch.equal(model(given, use_cache=False).logits, model(given).logits)
+
+
+def test_the_second_half_of_a_text_with_a_mask_for_all_of_it():
+    model = fresh(S5ForTokenClassification, tiny(num_labels=3))
+    ids, labels, mask = torch.randint(0, 31, (2, 8)), torch.randint(0, 3, (2, 8)), torch.ones(2, 8)
+    mask[0, 6:] = 0
+    cache = model.model(ids[:, :5], use_cache=True).past_key_values
+    out = model(ids[:, 5:], attention_mask=mask, labels=labels[:, 5:], past_key_values=cache)
+    labels[:, :5] = -100
+    torch.testing.assert_close(out.loss, model(ids, attention_mask=mask, labels=labels).loss, **CLOSE)
+
+
 def test_timesteps_compile():
     model = fresh(S5ForTokenClassification, tiny(input_size=3, bidirectional=True, num_labels=2, norm="batch")).train()
     x, times = torch.randn(2, 5, 3).double(), torch.rand(2, 5).double() + 0.1

@@ -348,6 +348,8 @@ def test_what_cannot_be_honoured():
         model(image, output_attentions=True)
     with pytest.raises(ValueError, match="a bidirectional Longhorn has no state to carry on"):
         model.model(pixel_values=image, use_cache=True)
+    with pytest.raises(ValueError, match="LonghornForImageClassification returns no states: use_cache must be False"):
+        model(image, use_cache=True)
 
 
 def test_images_and_token_ids_are_kept_apart():
