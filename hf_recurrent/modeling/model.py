@@ -598,8 +598,12 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         """The inputs of one step of `generate`.
 
         Raises:
-            ValueError: a cache that has seen all of `input_ids`, or more.
+            ValueError: nothing to read; a cache that has seen all of `input_ids`, or more.
         """
+        if input_ids.shape[1] == 0 and inputs_embeds is None:
+            raise ValueError(
+                f"input_ids is empty, with the shape {tuple(input_ids.shape)}: a prompt has a token or more"
+            )
         if next_sequence_length is not None and next_sequence_length < 1:
             raise ValueError(
                 f"past_key_values has seen {past_key_values.get_seq_length()} tokens, input_ids has "

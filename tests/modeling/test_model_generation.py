@@ -198,6 +198,8 @@ def test_bad_requests_are_refused(config):
         model.generate(input_ids, cache_implementation="static", **NEW)
     with pytest.raises(TypeError, match="must be a RecurrentCache, got a DynamicCache"):
         model.generate(input_ids, past_key_values=DynamicCache(), **NEW)
+    with pytest.raises(ValueError, match=r"input_ids is empty, with the shape \(1, 0\): a prompt has a token or more"):
+        model.generate(input_ids[:, :0], **NEW)
     cache = model(input_ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="has seen 6 tokens, input_ids has 2"):
         model.generate(input_ids[:, :2], past_key_values=cache, **NEW)
