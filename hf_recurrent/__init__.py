@@ -31,6 +31,7 @@ with quiet_interrupt():
         S5ForSequenceClassification,
         S5ForTokenClassification,
         S5Model,
+        stream,
     )
     from .scan import available_backends, backend_report, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
 
@@ -70,4 +71,5 @@ __all__ = [
     "longhorn_scan",
     "mingru_scan",
     "minlstm_scan",
+    "stream",
 ]

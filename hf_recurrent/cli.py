@@ -1,4 +1,4 @@
-"""The command line: `hf-recurrent train | generate | info`.
+"""The command line: `hf-recurrent train | generate | evaluate | info`.
 
 Only the standard library is imported at the top. What a command needs is imported by the command.
 """
@@ -317,6 +317,84 @@ def _load_state(name: str, config, device) -> tuple:
     return cache, unread
 
 
+# ---- evaluate --------------------------------------------------------------------------------------------------------
+
+
+def _evaluate_parser() -> Parser:
+    parser = Parser(
+        prog="hf-recurrent evaluate",
+        usage="hf-recurrent evaluate perplexity --model DIR --data-files FILE [FILE ...] [--flags]",
+        description="Perplexity and bits per byte of a text of any length, over all of it and by position.",
+        epilog="""\
+examples:
+  hf-recurrent evaluate perplexity --model runs/books --data-files book.txt
+  hf-recurrent evaluate perplexity --model runs/books --data-files 'test/*.txt' --window 32768 --output runs/length
+""",
+    )
+    add = parser.add_argument
+    add("evaluation", choices=["perplexity"], metavar="perplexity", help="what to evaluate")
+    add("--model", required=True, metavar="DIR", help="folder of a model, or its name on the Hub")
+    add("--data-files", required=True, nargs="+", metavar="FILE", help="text files (globs too), read as one text")
+    add(
+        "--window",
+        type=_number(int, 2),
+        metavar="N",
+        help="start again from nothing after N tokens (default: read on to the end)",
+    )
+    add("--chunk-size", type=_number(int, 1), default=1024, metavar="N", help="tokens that are read at once")
+    add("--output", metavar="DIR", help="also write perplexity.json and perplexity.png there")
+    add("--cpu", action="store_true", help="compute on the CPU even where there is a GPU")
+    return parser
+
+
+def evaluate(argv: list[str]) -> int:
+    args = _evaluate_parser().parse(argv)
+
+    import torch
+    from tqdm import tqdm
+
+    from .evaluation import measure_perplexity
+    from .evaluation.perplexity import save
+    from .training.data import expand, file_documents, pieces
+    from .training.model import load_model
+    from .training.report import table
+    from .training.tokenizer import load_tokenizer
+
+    _no_bars_for_files()
+    files = expand(args.data_files, "--data-files")
+    if args.output is not None:
+        os.makedirs(args.output, exist_ok=True)
+        _check_writable("--output", os.path.join(args.output, "perplexity.json"))
+    model = load_model(args.model).eval()
+    tokenizer = load_tokenizer(args.model, "--model")
+    model.to(torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu"))
+    texts = list(file_documents(files, "text").texts())
+    text_bytes = sum(len(text.encode()) for text in texts)
+    tokens = (
+        token
+        for text in texts
+        for piece in pieces(text)
+        for token in tokenizer(piece, add_special_tokens=False)["input_ids"]
+    )
+    with tqdm(desc="reading", unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
+        result = measure_perplexity(model, tokens, text_bytes, args.window, args.chunk_size, bar.update)
+    whole = result.as_dict()
+    rows = [("tokens before", "tokens  perplexity")]
+    rows += [
+        (f"{row['from']:,} to {row['to']:,}", f"{row['tokens']:,}  {row['perplexity']:10,.3f}")
+        for row in whole["by_position"]
+    ]
+    rows.append(("all", f"{whole['tokens']:,}  {whole['perplexity']:10,.3f}"))
+    print(table(rows))
+    print(f"{whole['bits_per_byte']:.4f} bits per byte, over {counted(text_bytes, 'byte')}")
+    if args.output is not None:
+        from pathlib import Path
+
+        save(result, Path(args.output), f"{args.model} on {', '.join(args.data_files)}")
+        print(f"Written: perplexity.json and perplexity.png in {args.output}")
+    return 0
+
+
 # ---- info ------------------------------------------------------------------------------------------------------------
 
 
@@ -473,6 +551,7 @@ def _no_bars_for_files() -> None:
 COMMANDS = {
     "train": (train, "pretrain a model on text, or continue with one"),
     "generate": (generate, "continue a prompt"),
+    "evaluate": (evaluate, "perplexity of a text of any length, by position"),
     "info": (info, "versions, devices, scan backends, a model's size"),
 }
 

@@ -33,6 +33,7 @@ from .s5 import (
     S5ForTokenClassification,
     S5Model,
 )
+from .streaming import stream
 
 # Every family: its configuration, and the class that each Auto class makes of it.
 FAMILIES = {
@@ -102,4 +103,5 @@ __all__ = [
     "S5ForSequenceClassification",
     "S5ForTokenClassification",
     "S5Model",
+    "stream",
 ]
