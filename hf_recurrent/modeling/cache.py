@@ -29,6 +29,7 @@ class MixerCall:
     def __init__(self, mixer: nn.Module, args: tuple, kwargs: dict):
         self.mixer = weakref.ref(mixer)
         (self.x, self.state, self.mask, self.reset), self.kwargs = args, kwargs
+        self.with_grad = torch.is_grad_enabled()
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +52,8 @@ class MixerCall:
             raise RuntimeError("the model whose calls this cache has recorded is gone, and needed to take tokens back")
         kept = torch.arange(self.num_tokens, device=self.x.device) < num_tokens
         mask = kept.expand(len(self.x), -1) if self.mask is None else self.mask & kept
-        return mixer(self.x, self.state, mask, self.reset, **self.kwargs)[1]
+        with torch.set_grad_enabled(self.with_grad):
+            return mixer(self.x, self.state, mask, self.reset, **self.kwargs)[1]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MixerCall":
         """This call with `function` applied to every tensor that has its rows."""

@@ -158,6 +158,17 @@ def test_crop_over_several_calls(model, config):
 
 
 @each_family
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_crop_computes_as_the_call_did(model, config, mode):
+    """With gradients or without, wherever it is called."""
+    with mode():
+        cache = recording(model)
+        model(token_ids(config, 3, 4), past_key_values=cache)
+    cache.crop(-2)
+    assert all(x.requires_grad == (mode is torch.enable_grad) for x in states(cache))
+
+
+@each_family
 @torch.no_grad()
 def test_the_window_bounds_what_is_recorded(model, config):
     cache = recording(model, window=4)
