@@ -10,48 +10,63 @@ import string
 from pathlib import Path
 
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
+import hf_recurrent
+
 TEXTS = ["one", "a longer text, of two parts"]
+PROCESSORS = (PreTrainedTokenizerFast, hf_recurrent.LonghornImageProcessor)
 
 
-def save_tiny_models(folder: Path, tiny_models: dict[type[PreTrainedModel], PreTrainedConfig]) -> None:
-    """Writes a model of each class and a tokenizer of single characters into `folder`, laid out as the mixin wants."""
+def text_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of single characters."""
     vocabulary = {token: index for index, token in enumerate(["<pad>", *string.printable[:95]])}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", padding_side="left")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", padding_side="left")
+
+
+def save_tiny_models(folder: Path, tiny_models: dict[type[PreTrainedModel], PreTrainedConfig]) -> None:
+    """Writes a model of each class into `folder`, with what prepares its inputs, laid out as the mixin wants."""
     torch.manual_seed(0)
+    summary = {}
     for model_class, config in tiny_models.items():
         target = folder / config.model_type / model_class.__name__
         model_class(config).save_pretrained(target)
-        tokenizer.save_pretrained(target)
-    summary = folder / "reports" / "tiny_model_summary.json"
-    summary.parent.mkdir()
-    entry = {"tokenizer_classes": ["PreTrainedTokenizerFast"], "processor_classes": []}
-    summary.write_text(json.dumps({model_class.__name__: entry for model_class in tiny_models}))
+        size = getattr(config, "image_size", None)
+        processor = text_tokenizer() if size is None else hf_recurrent.LonghornImageProcessor(size=size, crop_size=size)
+        processor.save_pretrained(target)
+        kinds = {"tokenizer_classes": [], "processor_classes": []}
+        kinds["tokenizer_classes" if size is None else "processor_classes"].append(type(processor).__name__)
+        summary[model_class.__name__] = kinds
+    (folder / "reports").mkdir()
+    (folder / "reports" / "tiny_model_summary.json").write_text(json.dumps(summary))
 
 
 class PipelineChecks:
-    """A text gives the same result alone and in a batch with padding on the left, and the result has the right form."""
+    """An input gives the same result alone and in a batch (where texts are padded on the left), of the right form."""
 
     task: str
     options = {}
+    examples = TEXTS
 
-    def get_test_pipeline(self, model, tokenizer=None, dtype="float32", **processors):
-        pipe = pipeline(self.task, model=model, tokenizer=tokenizer, dtype=dtype, device="cpu", **self.options)
-        return pipe, TEXTS
+    def get_test_pipeline(self, model, tokenizer=None, image_processor=None, dtype="float32", **processors):
+        processors |= {"tokenizer": tokenizer, "image_processor": image_processor}
+        pipe = pipeline(self.task, model=model, dtype=dtype, device="cpu", **processors, **self.options)
+        return pipe, self.examples
 
-    def run_pipeline_test(self, pipe, texts):
+    def run_pipeline_test(self, pipe, examples):
         assert pipe.model.dtype == pipe.dtype
-        alone = [self.numbers(pipe([text])[0], text) for text in texts]
-        together = [self.numbers(*pair) for pair in zip(pipe(texts, batch_size=len(texts)), texts, strict=True)]
+        alone = [self.numbers(pipe([example])[0], example) for example in examples]
+        results = pipe(examples, batch_size=len(examples))
+        together = [self.numbers(result, example) for result, example in zip(results, examples, strict=True)]
         tolerance = 1e-5 if pipe.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(together, alone, rtol=tolerance, atol=tolerance)
 
-    def numbers(self, result, text: str) -> torch.Tensor:
-        """The numbers to compare in what the pipeline gives for one text, whose form is checked."""
+    def numbers(self, result, example) -> torch.Tensor:
+        """The numbers to compare in what the pipeline gives for one example; checks the form of that."""
         raise NotImplementedError
 
 
@@ -78,11 +93,17 @@ class TextClassificationPipelineTests(PipelineChecks):
     task = "text-classification"
     options = {"top_k": None}
 
-    def numbers(self, result, text):
+    def numbers(self, result, example):
         scores = {entry["label"]: entry["score"] for entry in result}
         assert sorted(scores) == ["LABEL_0", "LABEL_1"]
         assert math.isclose(sum(scores.values()), 1, rel_tol=1e-2)
         return torch.tensor([scores[label] for label in sorted(scores)])
+
+
+class ImageClassificationPipelineTests(TextClassificationPipelineTests):
+    task = "image-classification"
+    options = {"top_k": 2}
+    examples = [Image.effect_noise((24, 16), 50).convert("RGB"), Image.linear_gradient("L")]
 
 
 class TokenClassificationPipelineTests(PipelineChecks):

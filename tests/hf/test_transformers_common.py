@@ -6,6 +6,7 @@ does one that is listed and runs (conftest.py).
 
 import tempfile
 import unittest
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -66,6 +67,7 @@ PIPELINES = {
     "ForSequenceClassification": ["text-classification", "zero-shot"],
     "ForTokenClassification": ["token-classification"],
 }
+IMAGES = {"image_size": 12, "patch_size": 4, "bidirectional": True}
 SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
 FAMILY_FIELDS = {
     hf_recurrent.LonghornConfig: {"state_size": 4},
@@ -93,9 +95,14 @@ pipeline_checks.save_tiny_models(
         model_class: config_class(**small_fields(config_class))
         for config_class, model_classes in TEXT_CLASSES.items()
         for model_class in model_classes
+    }
+    | {
+        hf_recurrent.LonghornForImageClassification: hf_recurrent.LonghornConfig(
+            **small_fields(hf_recurrent.LonghornConfig), **IMAGES
+        )
     },
 )
-MIXINS = upstream.load(TINY_MODELS.name)
+MIXINS = upstream.load(TINY_MODELS.name, *pipeline_checks.PROCESSORS)
 if not hasattr(MIXINS.test_modeling_common.ModelTesterMixin, "test_can_init_all_missing_weights_before_2023"):
     NEEDS["test_can_init_all_missing_weights"] = (
         "a later Transformers, where models whose files bear no year can ask for it"
@@ -151,13 +158,13 @@ class FeatureTester(ModelTester):
 
 
 class ImageTester(ModelTester):
-    """Images, (B, C, H, W), of four patches."""
+    """Images, (B, channels, height, width), of which each patch becomes a token, beside the class token."""
 
-    seq_length = 5  # and the class token
+    seq_length = (IMAGES["image_size"] // IMAGES["patch_size"]) ** 2 + 1
 
     def prepare_config_and_inputs_for_common(self):
         config = self.get_config()
-        shape = self.batch_size, config.num_channels, config.image_size, config.image_size
+        shape = (self.batch_size, config.num_channels, config.image_size, config.image_size)
         return config, {"pixel_values": torch.randn(shape, device=torch_device)}
 
 
@@ -194,6 +201,11 @@ class Suite:
 
 def listed(test: str, names: dict[str, str]) -> str | None:
     return next((why for pattern, why in names.items() if fnmatch(test, pattern)), None)
+
+
+def pipeline_tests(tasks: Iterable[str]) -> tuple[str, ...]:
+    """The names of the tests for these pipelines."""
+    return tuple(f"test_pipeline_{task.replace('-', '_')}{dtype}" for task in tasks for dtype in ("", "_fp16"))
 
 
 class CommonSuite(Suite, MIXINS.test_modeling_common.ModelTesterMixin, MIXINS.test_pipeline_mixin.PipelineTesterMixin):
@@ -247,7 +259,19 @@ class S5ForDocumentMatchingTest(CommonSuite, unittest.TestCase):
         return inputs
 
 
-class S5FeaturesTest(CommonSuite, unittest.TestCase):
+class NoTextSuite(CommonSuite):
+    test_resize_embeddings = False
+    not_applicable = {
+        "test_causal_lm_loss_honors_shift_labels": "not a language model",
+        "test_resize_*": "no table of token embeddings",
+    }
+    cannot_pass = {
+        "test_inputs_embeds*": "it passes input_ids",
+        "test_model_get_set_embeddings": "it expects a table of token embeddings",
+    }
+
+
+class S5FeaturesTest(NoTextSuite, unittest.TestCase):
     """S5 on features, in both directions."""
 
     all_model_classes = (
@@ -257,33 +281,24 @@ class S5FeaturesTest(CommonSuite, unittest.TestCase):
     )
     model_tester_class = FeatureTester
     extra_fields = {"input_size": 5, "bidirectional": True}
-    test_resize_embeddings = False
-    not_applicable = {
-        "test_causal_lm_loss_honors_shift_labels": "not a language model",
-        "test_resize_*": "no table of token embeddings",
-    }
     cannot_pass = {
-        "test_inputs_embeds*": "it passes input_ids",
+        **NoTextSuite.cannot_pass,
         "test_load_with_mismatched_shapes": "it changes the vocabulary, on which no weights depend",
-        "test_model_get_set_embeddings": "it expects a table of token embeddings",
     }
 
 
-class LonghornImagesTest(CommonSuite, unittest.TestCase):
+class LonghornImagesTest(NoTextSuite, unittest.TestCase):
     """Vision Longhorn."""
 
     all_model_classes = (hf_recurrent.LonghornModel, hf_recurrent.LonghornForImageClassification)
     model_tester_class = ImageTester
-    extra_fields = {"image_size": 8, "patch_size": 4, "bidirectional": True}
-    test_resize_embeddings = False
+    extra_fields = IMAGES
+    pipeline_model_mapping = {"image-classification": (hf_recurrent.LonghornForImageClassification,)}
+    applicable = pipeline_tests(pipeline_model_mapping)
     not_applicable = {
-        **S5FeaturesTest.not_applicable,
-        "test_enable_input_require_grads_with_gradient_checkpointing": "it looks for a weight right in the embeddings, "
-        "which here is in the convolution inside",
-    }
-    cannot_pass = {
-        "test_inputs_embeds*": "it passes input_ids",
-        "test_model_get_set_embeddings": "it expects a table of token embeddings",
+        **NoTextSuite.not_applicable,
+        "test_enable_input_require_grads_with_gradient_checkpointing": "it looks at embeddings that are one matrix",
+        "test_pipeline_image_feature_extraction*": "the small LonghornModel that is saved for the pipelines reads text",
     }
 
 
@@ -306,12 +321,18 @@ class TrainingSuite(Suite, MIXINS.test_training_mixin.TrainingTesterMixin):
         (model_class,) = self.all_model_classes
         if head(model_class) == "ForCausalLM":
             return batch
+        labels = torch.arange(batch_size)
+        if self.model_tester_class in (FeatureTester, ImageTester):
+            _, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+            (name, x), *_ = inputs.items()
+            if head(model_class) == "ForTokenClassification":
+                labels = (x.sum(-1) > 0).long()
+            return {name: x[:batch_size].cpu(), "labels": labels[:batch_size].cpu()}
         ids = torch.stack([ids.roll(row) for row, ids in enumerate(batch["input_ids"])])
-        labels = ids % 2 if head(model_class) == "ForTokenClassification" else torch.arange(batch_size)
+        if head(model_class) == "ForTokenClassification":
+            labels = ids % 2
         if self.model_tester_class is PairTester:
             ids = torch.stack([ids, ids[:1].expand_as(ids)], dim=1)
-        if self.model_tester_class is FeatureTester:
-            return {"input_features": torch.randn(*ids.shape, self.extra_fields["input_size"]), "labels": labels}
         return {"input_ids": ids, "labels": labels}
 
 
@@ -323,13 +344,12 @@ def define(name: str, *bases: type, **attributes) -> None:
 for config_class, model_classes in TEXT_CLASSES.items():
     base = GateLoopSuite if config_class is hf_recurrent.GateLoopConfig else GenerativeSuite
     tasks = {task: (model_class,) for model_class in model_classes for task in PIPELINES[head(model_class)]}
-    pipeline_tests = [f"test_pipeline_{task.replace('-', '_')}" for task in tasks]
     define(
         config_class.__name__.replace("Config", "Test"),
         base,
         all_model_classes=model_classes,
         pipeline_model_mapping=tasks,
-        applicable=(*base.applicable, *pipeline_tests, *(f"{name}_fp16" for name in pipeline_tests)),
+        applicable=base.applicable + pipeline_tests(tasks),
     )
     for model_class in model_classes:
         if head(model_class) != "Model":  # which has no loss
@@ -350,6 +370,12 @@ class S5FeaturesForSequenceClassificationTraining(TrainingSuite, unittest.TestCa
 
 class S5FeaturesForTokenClassificationTraining(S5FeaturesForSequenceClassificationTraining):
     all_model_classes = (hf_recurrent.S5ForTokenClassification,)
+
+
+class LonghornForImageClassificationTraining(TrainingSuite, unittest.TestCase):
+    all_model_classes = (hf_recurrent.LonghornForImageClassification,)
+    model_tester_class = ImageTester
+    extra_fields = IMAGES
 
 
 SUITES = [

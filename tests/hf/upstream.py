@@ -88,13 +88,14 @@ def markers() -> set[str]:
 
 
 @functools.cache
-def load(tiny_models: str) -> types.SimpleNamespace:
+def load(tiny_models: str, *processors: type) -> types.SimpleNamespace:
     """
     Imports the mixins: `tests` becomes a package made of the source distribution's folder and of stand-ins for what
     its modules import and it lacks.
 
     Args:
         tiny_models: the folder in which the tests of pipelines will find models; see pipeline_checks.py.
+        processors: the classes of the tokenizers and image processors with them.
 
     Returns:
         The modules in MODULES, by name.
@@ -113,8 +114,9 @@ def load(tiny_models: str) -> types.SimpleNamespace:
         for name in set(re.findall(r"\bpipelines\.(test_pipelines_\w+)", source)):
             sys.modules[f"tests.pipelines.{name}"] = pipeline_checks
     os.environ["TRANSFORMERS_TINY_MODEL_PATH"] = tiny_models
-    # The modules would import Transformers anew from the source beside them: the installed one is what we test with.
-    with mock.patch("transformers.utils.direct_transformers_import", return_value=transformers):
+    # The modules would import Transformers anew from the source beside them, to look up processors by their names.
+    by_name = types.SimpleNamespace(**{processor.__name__: processor for processor in processors})
+    with mock.patch("transformers.utils.direct_transformers_import", return_value=by_name):
         return types.SimpleNamespace(**{name: importlib.import_module(f"tests.{name}") for name in MODULES})
 
 

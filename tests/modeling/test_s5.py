@@ -478,6 +478,7 @@ def test_round_trip(model_class, tmp_path):
     assert all(torch.equal(p, loaded.state_dict()[name]) for name, p in model.state_dict().items())
     assert torch.equal(loaded(input_features=x)[0], model(input_features=x)[0])
     assert loaded.main_input_name == "input_features"
+    assert loaded.get_input_embeddings() is loaded.base_model.embed_features  # what LoRA and checkpointing hook into
     if model_class is S5ForTokenClassification:
         assert type(AutoModelForTokenClassification.from_pretrained(tmp_path)) is model_class
     if model_class is S5ForSequenceClassification:
