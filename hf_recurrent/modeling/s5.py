@@ -592,6 +592,15 @@ class S5ForCausalLM(S5PreTrainedModel, RecurrentForCausalLM):
 
     forward = taking(RecurrentForCausalLM.forward, timesteps=Tensor | None, step_rescale=float | None)
 
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
+        """As `RecurrentForCausalLM` has it, and the place where `generate` shows what it will pass on."""
+        if model_kwargs.get("timesteps") is not None:
+            raise ValueError(
+                "generate takes no timesteps, which tokens to come do not have: call the model with the prompt and its "
+                "timesteps, and generate from the past_key_values that it returns"
+            )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+
 
 class S5ForSequenceClassification(S5PreTrainedModel, RecurrentForSequenceClassification):
     """

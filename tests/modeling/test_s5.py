@@ -569,6 +569,21 @@ def test_a_language_model_reads_tokens_from_left_to_right():
             S5ForCausalLM(tiny(**options))
 
 
+@torch.no_grad()
+def test_generation_after_a_prompt_with_timesteps():
+    model = fresh(S5ForCausalLM, tiny())
+    ids, times = torch.randint(0, 31, (2, 5)), torch.rand(2, 5).double() + 0.1
+    new = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="generate takes no timesteps"):
+        model.generate(ids, timesteps=times, **new)
+    cache = model(ids[:, :4], timesteps=times[:, :4], use_cache=True).past_key_values
+    tokens = model.generate(ids, past_key_values=cache, **new)
+    for _ in range(3):
+        steps = torch.cat([times[:, :4], torch.ones(2, ids.shape[1] - 4)], dim=1)
+        ids = torch.cat([ids, model(ids, timesteps=steps).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(tokens, ids)
+
+
 @pytest.mark.parametrize("model_class", [S5Model, S5ForSequenceClassification, S5ForTokenClassification])
 def test_bad_inputs(model_class):
     tokens, features = fresh(model_class, tiny()), fresh(model_class, tiny(input_size=3))
