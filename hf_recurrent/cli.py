@@ -390,7 +390,7 @@ def evaluate(argv: list[str]) -> int:
     if args.output is not None:
         from pathlib import Path
 
-        save(result, Path(args.output), f"{args.model} on {', '.join(args.data_files)}")
+        save(result, Path(args.output), f"{Path(args.model).name} on {counted(text_bytes, 'byte')} of text")
         print(f"Written: perplexity.json and perplexity.png in {args.output}")
     return 0
 

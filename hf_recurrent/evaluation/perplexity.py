@@ -126,7 +126,7 @@ def save(result: Perplexity, folder: Path, title: str) -> None:
 def _plot(result: Perplexity, title: str, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -138,12 +138,12 @@ def _plot(result: Perplexity, title: str, path: Path) -> None:
     axes.axhline(math.exp(result.loss), color="0.35", linestyle="--", linewidth=1, label="over all positions")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    plain = FuncFormatter(lambda value, _: f"{value:,.4g}")
-    axes.xaxis.set_major_formatter(plain)
-    axes.yaxis.set_major_formatter(plain)
-    axes.yaxis.set_minor_formatter(plain)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.set(xlabel="tokens before the predicted one", ylabel="perplexity", title=title)
-    axes.grid(alpha=0.25, which="both")
+    axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150, format="png")
