@@ -28,16 +28,16 @@ def losses(model, tokens) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 1000])
-@pytest.mark.parametrize("window", [None, 2, 64, 150, 151])
+@pytest.mark.parametrize("window", [None, 2, 64, 75, 76])
 def test_it_is_that_of_one_call(model, window, chunk_size):
-    tokens = torch.randint(257, (301,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(257, (151,), generator=torch.Generator().manual_seed(0)).tolist()
     told = []
-    result = measure_perplexity(model, iter(tokens), 301, window, chunk_size, told.append)
-    windows = [tokens] if window is None else [tokens[i : i + window] for i in range(0, 301, window)]
+    result = measure_perplexity(model, iter(tokens), 151, window, chunk_size, told.append)
+    windows = [tokens] if window is None else [tokens[i : i + window] for i in range(0, 151, window)]
     nats = [losses(model, text) for text in windows if len(text) > 1]
-    assert sum(told) == 301
+    assert sum(told) == 151
     assert math.isclose(result.loss, torch.cat(nats).mean().item(), rel_tol=1e-5)
-    assert math.isclose(result.bits_per_byte, torch.cat(nats).sum().item() / math.log(2) / 301, rel_tol=1e-5)
+    assert math.isclose(result.bits_per_byte, torch.cat(nats).sum().item() / math.log(2) / 151, rel_tol=1e-5)
     for row in result.rows():
         here = torch.cat([x[row["from"] - 1 : row["to"]] for x in nats])
         assert row["tokens"] == len(here)
