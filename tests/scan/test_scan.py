@@ -18,6 +18,7 @@ from oracle import (
     minlstm_positive,
     minlstm_vanilla,
     random,
+    run,
 )
 
 from hf_recurrent.scan import linear_scan, mingru_scan, minlstm_scan
@@ -351,6 +352,45 @@ def test_segments_of_time_that_forget_nothing(three_threads, shape, dtype, rever
     a = torch.polar(magnitude, 6 * torch.rand(shape, dtype=torch.float64)) if dtype.is_complex else magnitude
     state = 1000 * random(1, LONG[2], dtype=dtype)
     compare(linear, (a, random(*LONG, dtype=dtype)), state, backend="cpu", reverse=reverse)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize(
+    "cell, dtype", [("linear", torch.complex64), *((c, torch.float32) for c in ("linear", *CELLS))]
+)
+def test_segments_of_time_that_are_not_finite(three_threads, cell, dtype, reverse, bad):
+    """What is not finite lasts as long as in the loop: to the end or to a reset, however fast the gates forget."""
+    scan, count = CELLS.get(cell, (linear, 2))
+    for where, reset_at in [(30, None), (30, 700), (700, None), (700, 300), (1580, 1100), (None, 700)]:
+        inputs = [random(*LONG, dtype=dtype) for _ in range(count)]
+        if cell == "linear":
+            inputs[0] = coefficients(*LONG, dtype=dtype)
+        weights = random(*LONG, dtype=dtype), random(1, LONG[2], dtype=dtype)
+        state = random(1, LONG[2], dtype=dtype)
+        if where is None:
+            state[0, 3] = weights[1][0, 4] = bad
+        else:
+            inputs[1 if cell == "linear" else 0][0, where, 3] = weights[0][0, where, 4] = bad
+        reset = torch.zeros(LONG[:2], dtype=torch.bool) if reset_at else None
+        if reset_at:
+            reset[0, reset_at] = True
+        results = [
+            run(scan, inputs, state, weights, reset=reset, reverse=reverse, backend=backend)
+            for backend in ("cpu", "reference")
+        ]
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got.isfinite(), want.isfinite())
+
+
+def test_segments_of_time_whose_summaries_overflow(three_threads):
+    """Coefficients above one over steps whose states stay zero: their product is infinite, the scan is not."""
+    b = random(*LONG, dtype=torch.float32)
+    b[:, :1000] = 0
+    a = torch.full(LONG, 2.0)
+    a[:, 1000:] = 0.5
+    h, want = (linear_scan(a, b, backend=backend)[0] for backend in ("cpu", "reference"))
+    torch.testing.assert_close(h, want)
 
 
 def test_broadcast_coefficients_are_not_copied():

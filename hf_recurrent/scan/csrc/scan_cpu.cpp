@@ -125,6 +125,16 @@ double magnitude(double x) { return x < 0 ? -x : x; }
 template <class T>
 double magnitude(Complex<T> x) { return magnitude(x.re) + magnitude(x.im); }
 
+// An infinity or a NaN sends the scan back to one segment: what a segment makes of the state that enters it says neither what
+// an infinity that has seemingly faded leaves behind (NaN to the end) nor that a reset stops it.
+template <class State>
+bool finite(const State* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (!(magnitude(x[i]) < __builtin_inf())) return false;
+  }
+  return true;
+}
+
 template <class State>
 bool faded(const State* product, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
@@ -318,10 +328,10 @@ void prefer_huge_pages(const void* data, int64_t bytes) {
 // Over segments of time in two passes: what each makes of the state that enters it, which a gate that forgets lets end after
 // few steps, and then, with the states known that enter all of them, the scan itself.
 template <class Cell, class T, bool backwards>
-void run_divided(const Problem& p, bool streams) {
+void run_divided(const Problem& p, bool streams, bool splits_time = true) {
   using State = typename Cell::State;
   const Division division(p, sizeof(T));
-  const int64_t segments = division.segments, rows = p.batch * p.channels;
+  const int64_t segments = splits_time ? division.segments : 1, rows = p.batch * p.channels;
 
   // visit(block, flow, offset), flow being the place of the segment in the order in which states (or gradients) pass them.
   auto each = [&](int64_t count, auto visit) {
@@ -354,6 +364,7 @@ void run_divided(const Problem& p, bool streams) {
       State product = backwards ? products[i] : conj(products[i]);
       own_entering[i] = own_entering[i] + product * own_entering[i - rows];
     }
+    if (!finite(own_entering.data(), segments * rows)) return run_divided<Cell, T, backwards>(p, streams, false);
     entering = own_entering.data();
     sums = own_sums.data();
   }
@@ -368,6 +379,7 @@ void run_divided(const Problem& p, bool streams) {
     }
   });
   if (segments > 1) {
+    if (!finite(entering, (segments - 1) * rows)) return run_divided<Cell, T, backwards>(p, streams, false);
     memcpy(p.state, entering + (segments - 1) * rows, rows * sizeof(State));
     State* total = reinterpret_cast<State*>(p.grad_inputs[0]);
     for (size_t i = 0; i < own_sums.size(); ++i) total[i % rows] = total[i % rows] + own_sums[i];
