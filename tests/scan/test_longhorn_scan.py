@@ -62,6 +62,20 @@ def test_options(backend, with_reset, with_mask, reverse, monkeypatch):
     compare(inputs_for(4, 37, 33, 5, torch.float32), backend, **options)
 
 
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_reset_stops_what_is_not_finite(backend, reverse):
+    """A document with a NaN among its keys spoils the gradients of no other in its row."""
+    inputs = inputs_for(1, 20, 3, 2, torch.float64)
+    reset = torch.zeros(1, 20, dtype=torch.bool)
+    reset[0, [8, 14]] = True
+    inputs[2][0, 10] = float("nan")
+    weights = random(1, 20, 3, dtype=torch.float64), torch.zeros(1, 3, 2, dtype=torch.float64)
+    _, _, *grads, _ = run(inputs, weights, backend, reset=reset, reverse=reverse)
+    for grad in grads:
+        assert grad[:, :8].isfinite().all() and grad[:, 14:].isfinite().all()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(2, 5, 3, 0), (2, 5, 0, 4), (2, 0, 3, 4), (0, 5, 3, 4)], ids=str)
 def test_empty(backend, shape):

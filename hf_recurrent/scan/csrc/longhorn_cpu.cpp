@@ -176,7 +176,7 @@ struct Block {
   void backward_position(int64_t t, const State* before, const State* after, State* carry) {
     State grad[kWidth], grad_push[kWidth] = {}, grad_e[kWidth] = {};
     const uint8_t flag = flags(t);
-    const State keep = flag & kDrop ? State(0) : State(1);
+    const bool drop = flag & kDrop;  // by choice, not by a factor of zero: 0 * NaN would take a NaN past a reset
     load_position(t);
     load_row(p.grad_o, t, grad);
     const int64_t row = ((b * p.pieces + piece) * p.length + t) * m;
@@ -191,14 +191,15 @@ struct Block {
 #pragma omp simd reduction(+ : sum_q)
         for (int i = 0; i < kWidth; ++i) {
           sum_q += grad[i] * next[i];
-          c[i] = keep * (c[i] + grad[i] * qj);
+          c[i] = drop ? State(0) : c[i] + grad[i] * qj;
         }
       } else {
 #pragma omp simd reduction(+ : sum_k, sum_q)
         for (int i = 0; i < kWidth; ++i) {
           sum_q += grad[i] * next[i];
           State dk;
-          c[i] = keep * Cell::backward(keep * s[i], e[i], push[i], kj, c[i] + grad[i] * qj, grad_push[i], grad_e[i], dk);
+          State g = Cell::backward(drop ? State(0) : s[i], e[i], push[i], kj, c[i] + grad[i] * qj, grad_push[i], grad_e[i], dk);
+          c[i] = drop ? State(0) : g;
           sum_k += dk;
         }
       }
