@@ -60,7 +60,8 @@ class _Compiled(torch.autograd.Function):
             found = iter(grads)
             return None, *(next(found) if t is not None and t.requires_grad else None for t in (x, y, d)), None
         grad_x, grad_y = (torch.empty(x.shape, dtype=x.dtype) for _ in "xy")
-        grad_d = torch.zeros(cpu.threads_for(x.numel()), x.shape[2], dtype=STATE_DTYPES[x.dtype])
+        threads = cpu.threads_for(x.numel())
+        grad_d = torch.zeros(threads, x.shape[2], dtype=STATE_DTYPES[x.dtype])
         grad = _rows(grad)
         _call(
             ctx.function,
@@ -99,6 +100,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _apply(plain: Callable, x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None) -> Tensor:
+    channels, other = x.shape[-1:], "skipped" if plain is _skip_gelu else "gate"
+    for name, t, shape in ((other, y, x.shape), ("d", d, channels), ("scale", m, (len(x), 1, *channels))):
+        if t is not None and t.shape != shape:
+            raise ValueError(f"{name} must have the shape {tuple(shape)}, got {tuple(t.shape)}")
     # A single position is over before a call of the kernel has begun.
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, FakeTensor)
     if traced or x.shape[1] == 1 or choose_backend(None, x.device) != "cpu":
@@ -117,6 +122,9 @@ def skip_gelu(x: Tensor, skipped: Tensor, d: Tensor, scale: Tensor | None = None
 
     Returns:
         (B, L, D).
+
+    Raises:
+        ValueError: a shape other than these; nothing broadcasts.
     """
     return _apply(_skip_gelu, x, skipped, d, scale)
 

@@ -91,6 +91,19 @@ def test_extreme_values(compiled):
     )
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((torch.ones(2, 1, 3), torch.ones(3)), r"skipped must have the shape \(2, 5, 3\), got \(2, 1, 3\)"),
+        ((torch.ones(2, 5, 3), torch.ones(1)), r"d must have the shape \(3,\), got \(1,\)"),
+        ((torch.ones(2, 5, 3), torch.ones(3), torch.ones(3)), r"scale must have the shape \(2, 1, 3\), got \(3,\)"),
+    ],
+)
+def test_shapes_that_the_kernel_would_read_past(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        skip_gelu(torch.ones(2, 5, 3), *arguments)
+
+
 def test_nan_stays():
     x = torch.full((1, 2, 3), float("nan"))
     assert skip_gelu(x, x, torch.ones(3)).isnan().all() and gate(x, torch.zeros_like(x)).isnan().all()
