@@ -1,0 +1,94 @@
+"""Every CPU kernel under the address and undefined-behaviour sanitizers.
+
+A read or write outside a tensor seldom changes a result, so no comparison of values finds it. The sanitizers' runtime
+must be in the process before PyTorch is, hence the process of its own.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import torch
+from hf_recurrent.scan import cpu, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan.elementwise import gate, skip_gelu
+
+# At -O3 the instrumented code takes minutes to compile.
+flags = [[flag.replace("-O3", "-O1") for flag in flags] for flags in cpu._flag_sets()]
+cpu._flag_sets = lambda: flags
+torch.set_num_threads(3)
+torch.manual_seed(0)
+
+
+def gradients(function, *inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    # Expanded gradients, which have no strides, for the outputs.
+    torch.autograd.grad(sum((y.real if y.is_complex() else y).sum() for y in outputs), inputs)
+
+
+def rows(*shape, dtype=torch.float32):
+    return torch.randn(*shape, 2, dtype=dtype).flatten(-2)[..., : shape[-1]]  # a slice, as of a projection
+
+
+def options(batch, length):
+    mask, reset = torch.rand(batch, length) < 0.8, torch.rand(batch, length) < 0.01
+    return [{"mask": m, "reset": r, "reverse": v} for m, r, v in [(None, None, False), (mask, reset, True)]]
+
+
+# One element; a piece and a chunk that are not full; pieces of rows; segments of time; outputs past the caches.
+SHAPES = [(1, 1, 1), (3, 7, 97), (1, 40, 2500), (1, 1700, 40), (4, 520, 512)]
+for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+    state_dtype = torch.promote_types(dtype, torch.float32)
+    for batch, length, channels in SHAPES:
+        state = torch.randn(batch, channels, dtype=state_dtype)
+        for option in options(batch, length):
+            shape = batch, length, channels
+            a, b = rows(*shape, dtype=dtype) / 4, rows(*shape, dtype=dtype)
+            gradients(lambda *x: linear_scan(*x, **option, backend="cpu"), a, b, state)
+            gradients(lambda *x: linear_scan(*x, **option, backend="cpu"), a[0, 0].contiguous(), b)
+            if dtype != torch.float32:
+                continue
+            for positive in (False, True):
+                gradients(lambda *x: mingru_scan(*x, **option, positive=positive, backend="cpu"), a, b, state)
+                gradients(lambda *x: minlstm_scan(*x, **option, positive=positive, backend="cpu"), a, b, a, state)
+for batch, length, channels in SHAPES[:4]:
+    for m in (1, 5):
+        x, k = rows(batch, length, channels), rows(batch, length, m)
+        state = torch.randn(batch, channels, m)
+        for option in options(batch, length):
+            gradients(lambda *x: longhorn_scan(*x, **option, backend="cpu"), x, x, k, k, state)
+for batch, length, channels in SHAPES:
+    x = rows(batch, length, channels)
+    gradients(skip_gelu, x, x, torch.randn(channels))
+    gradients(lambda x, y: gate(x, y, torch.ones(batch, 1, channels)), x, x)
+print("done")
+"""
+
+
+def test_nothing_outside_the_tensors(tmp_path):
+    compiler = shutil.which("g++")
+    if compiler is None or platform.system() != "Linux":
+        pytest.skip("needs g++ on Linux")
+    # The sanitizer takes over C++ exceptions when it loads, so the library that throws them has to come with it.
+    find = [[compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so.6")]
+    runtimes = [subprocess.run(command, capture_output=True, text=True).stdout.strip() for command in find]
+    if not all(map(os.path.isabs, runtimes)):  # where there is no such file, its bare name comes back
+        pytest.skip("g++ has no libasan.so")
+    env = {
+        **os.environ,
+        "CXX": "g++ -fsanitize=address,undefined -fno-sanitize-recover=all",
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python leaves what it frees last
+        "HF_RECURRENT_CACHE": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-4000:]
