@@ -118,7 +118,8 @@ void summary_row(const Rows<T>& rows, const T* grad_h, typename Cell::State* __r
 }
 
 // Less than this is left of a state: nothing that could be seen next to what has been added since, even if that is smaller by
-// twelve orders of magnitude.
+// twelve orders of magnitude. Errors are measured by a channel's largest state: where nothing is added, or coefficients above
+// one have raised a state by more than that, a remainder is lost here that the loop would keep.
 constexpr double kFaded = 5e-20;
 
 double magnitude(double x) { return x < 0 ? -x : x; }
