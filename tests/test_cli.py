@@ -88,7 +88,7 @@ def test_a_fault_of_the_program_shows_its_traceback(monkeypatch):
     def broken(argv):
         raise KeyError("bug")
 
-    monkeypatch.setitem(cli.COMMANDS, "info", (broken, ""))
+    monkeypatch.setattr("hf_recurrent.cli.info.run", broken)
     with pytest.raises(KeyError):
         cli.main(["info"])
 
@@ -100,7 +100,7 @@ def test_warnings_are_one_line(monkeypatch, capsys):
         warnings.warn("no compiler:\n  slower", stacklevel=1)
         return 0
 
-    monkeypatch.setitem(cli.COMMANDS, "info", (warn, ""))
+    monkeypatch.setattr("hf_recurrent.cli.info.run", warn)
     assert cli.main(["info"]) == 0
     assert capsys.readouterr().err == "hf-recurrent: warning: no compiler: slower\n"
 
@@ -165,7 +165,7 @@ def test_a_text_goes_on_in_another_process(run, model, tmp_path, stream):
 
 def test_a_prompt_after_a_state_and_from_standard_input(run, model, tmp_path, monkeypatch):
     flags = ["generate", "--model", model, "--temperature", 0, "--max-new-tokens", 6]
-    monkeypatch.setattr(cli, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr("hf_recurrent.cli.generate.PREFILL_TOKENS", 8)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"import os, sys, json")))
     first = run(*flags, "--prompt", "-", "--state-out", tmp_path / "state")
     assert first == run(*flags, "--prompt", "import os, sys, json")

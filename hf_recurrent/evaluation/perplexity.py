@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from ..files import replacing, write_whole
 from ..modeling import RecurrentCache, stream
 from ..modeling.model import RecurrentForCausalLM
 
@@ -110,17 +110,9 @@ def measure_perplexity(
 
 def save(result: Perplexity, folder: Path, title: str) -> None:
     """Writes perplexity.json and perplexity.png into `folder`, which exists."""
-    from ..training.folder import saving, write_whole
-
     write_whole(folder / "perplexity.json", json.dumps(result.as_dict(), indent=2) + "\n")
-    path = folder / "perplexity.png"
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with saving(path):
-        try:
-            _plot(result, title, unfinished)
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+    with replacing(folder / "perplexity.png") as path:
+        _plot(result, title, path)
 
 
 def _plot(result: Perplexity, title: str, path: Path) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from ..files import replacing
+
 STATE_FILE = "hf_recurrent.RecurrentCache/1"  # the "format" of a state file's metadata
 # Fields of a configuration that change nothing about what a state means.
 TRAINING_FIELDS = {"hidden_dropout", "initializer_range", "use_cache"}
@@ -145,7 +147,7 @@ class RecurrentLayer:
         """The states before the last `num_tokens` of those recorded."""
         for call in reversed(self.calls):
             if num_tokens <= call.num_tokens:
-                return self.states if num_tokens == 0 else call.states_after(call.num_tokens - num_tokens)
+                return call.states_after(call.num_tokens - num_tokens)
             num_tokens -= call.num_tokens
         return self.states
 
@@ -332,7 +334,6 @@ class RecurrentCache(Cache):
     def save(self, path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:
         """Writes the states, and `metadata` of the caller's beside them, to a safetensors file, whole or not at all.
         What is recorded stays behind."""
-        path = Path(path)
         tensors = {}
         for index, layer in enumerate(self.layers):
             for name, state in layer.states.items():
@@ -346,12 +347,8 @@ class RecurrentCache(Cache):
             "seen_tokens": str(self.seen_tokens),
             "config": json.dumps(_meaning(self.config)),
         }
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            save_file(tensors, unfinished, metadata)
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with replacing(Path(path)) as temporary:
+            save_file(tensors, temporary, metadata)
 
     @classmethod
     def load(

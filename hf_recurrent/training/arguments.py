@@ -9,7 +9,8 @@ from typing import Literal, get_args, get_origin
 import yaml
 from transformers import HfArgumentParser
 
-from ..cli import LARGEST, CommandLineError, Parser, nearest
+from ..cli.parser import LARGEST, CommandLineError, Parser
+from ..messages import nearest
 from .tokenizer import DEFAULT_VOCAB_SIZE, LARGEST_VOCAB_SIZE
 
 EXAMPLES = """\

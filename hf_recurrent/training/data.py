@@ -22,10 +22,10 @@ import numpy as np
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..cli import first_line
+from ..messages import first_line
+from ..modeling.model import IGNORED
 from . import hub
 
-IGNORED = -100  # a label without a loss
 # Folders of the standard library that hold tests or other people's packages.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 COMPRESSIONS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}

@@ -8,62 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..cli import first_line
+from ..files import UNFINISHED, existing, saving, sync, sync_tree, write_whole
 
 ARGUMENTS = "train.yaml"  # also the mark of a folder that `hf-recurrent train` wrote
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
-UNFINISHED = ".unfinished-"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_tree(folder: Path) -> None:
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(parent, name))
-        _sync(Path(parent))
-
-
-def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    while not path.exists():
-        path = path.parent
-    return path
-
-
-@contextlib.contextmanager
-def saving(path: Path) -> Iterator[None]:
-    """Turns whatever a failing save raises into one OSError that names `path` and says that earlier files are whole."""
-    try:
-        yield
-    except Exception as error:  # safetensors, torch and the system raise their own kinds for a full disk
-        reason = first_line(error)
-        if not isinstance(error, OSError):  # torch's message for a full disk speaks of file positions
-            reason += f" ({shutil.disk_usage(existing(path)).free / 2**20:,.0f} MiB are free on that disk)"
-        raise OSError(f"cannot save {path}: {reason}; what was saved before is untouched") from error
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Write a text file under a temporary name in the same folder and rename it.
-
-    Raises:
-        OSError: it cannot be written; an earlier file of that name is untouched.
-    """
-    temporary = path.with_name(f"{UNFINISHED}{path.name}")
-    with saving(path):
-        try:
-            temporary.write_text(content, encoding="utf-8")
-            _sync(temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 class RunFolder:
@@ -177,10 +126,10 @@ class RunFolder:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
                 yield temporary
-                _sync_tree(temporary)
+                sync_tree(temporary)
                 for file in sorted(temporary.iterdir()):
                     os.replace(file, self.path / file.name)
-                _sync(self.path)
+                sync(self.path)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
 
@@ -197,9 +146,9 @@ class RunFolder:
     def finish_checkpoint(self, step: int, keep: int) -> None:
         """Give a checkpoint that has been written its name; then remove all but the newest `keep`."""
         temporary = self.unfinished_checkpoint(step)
-        _sync_tree(temporary)
+        sync_tree(temporary)
         os.rename(temporary, self.checkpoint(step))
-        _sync(self.checkpoints)
+        sync(self.checkpoints)
         self.kept()
         for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
             shutil.rmtree(old)

@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
-from ..cli import first_line
+from ..messages import first_line
 
 TIMEOUT = 10.0  # seconds
 # Each names a folder that is written to even where nothing is downloaded; the last one holds the others by default.

@@ -20,7 +20,8 @@ from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cli import counted, first_line
+from ..files import saving, write_whole
+from ..messages import counted, first_line
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
 from .data import (
     IGNORED,
@@ -33,7 +34,7 @@ from .data import (
     load_corpus,
     validation_rows,
 )
-from .folder import ARGUMENTS, RunFolder, saving, write_whole
+from .folder import ARGUMENTS, RunFolder
 from .model import check_folder, create_model, load_model
 from .optimizer import create_optimizer, learning_rate_ratio
 from .report import Baselines, baselines, plot_loss, table

@@ -8,7 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..cli import first_line, nearest
+from ..messages import first_line, nearest
 from ..modeling import FAMILIES
 from . import hub
 from .arguments import ModelArguments, flag

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from hf_recurrent.cli import CommandLineError
+from hf_recurrent.cli.parser import CommandLineError
 from hf_recurrent.training.arguments import DataArguments, ModelArguments, TrainArguments, flag, parse, to_yaml
 
 ARGUMENTS = (ModelArguments, DataArguments, TrainArguments)

@@ -43,10 +43,10 @@ def test_a_failing_save_leaves_the_earlier_files(run):
             (temporary / "config.json").write_text("second")
             raise RuntimeError("no space\nat line 3")
     assert tree(run.path) == before
-    (run.path / ".unfinished-x.txt").mkdir()  # in the way of the temporary file
+    (run.path / "x.txt").mkdir()  # in the way
     with pytest.raises(OSError, match="cannot save .*x.txt"):
         write_whole(run.path / "x.txt", "content")
-    (run.path / ".unfinished-x.txt").rmdir()
+    (run.path / "x.txt").rmdir()
     assert tree(run.path) == before
 
 

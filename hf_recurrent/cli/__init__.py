@@ -1,0 +1,109 @@
+"""The command line: `hf-recurrent COMMAND`, each command in a module of its name with a function `run(argv)`.
+
+Only the standard library is imported at the top. What a command needs is imported by the command.
+"""
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+
+from .. import __version__
+from ..messages import nearest
+from .parser import CommandLineError
+
+COMMANDS = {
+    "train": "pretrain a model on text, or continue with one",
+    "generate": "continue a prompt",
+    "evaluate": "perplexity of a text of any length, by position",
+    "info": "versions, devices, scan backends, a model's size",
+}
+
+HELP = """\
+usage: hf-recurrent COMMAND [--flags]
+
+Linear-recurrent sequence models for Hugging Face Transformers.
+
+commands:
+{commands}
+
+`hf-recurrent COMMAND --help` explains a command. Everywhere:
+  --debug    show the traceback of an error (so does HF_RECURRENT_DEBUG=1)
+  --version  print the version
+
+examples:
+  hf-recurrent train
+  hf-recurrent generate --model runs/mingru --prompt "def "
+  hf-recurrent info
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: what follows the program's name; by default the process's own arguments.
+
+    Returns:
+        The exit status: 0; 2 for what the user can put right, said in one line; 130 after Ctrl-C, and where SIGTERM has
+        made a run save and stop. Other exceptions are faults of this program and pass through.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = os.environ.get("HF_RECURRENT_DEBUG", "0") not in ("", "0")
+    if "--debug" in argv:
+        argv.remove("--debug")
+        debug = True
+    if hasattr(sys.stdout, "reconfigure"):  # not where a program has put something else in its place
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack the characters of a model's text
+    with warnings.catch_warnings(), _orderly_termination():
+        warnings.showwarning = _show_warning
+        try:
+            return _run(argv)
+        except KeyboardInterrupt:
+            print("hf-recurrent: interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # the reader has gone, as in `hf-recurrent info | head -1`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except (ValueError, OSError, ImportError, FloatingPointError, MemoryError, RuntimeError) as error:
+            if debug:
+                raise
+            message = " ".join(str(error).split()) or type(error).__name__
+            print(f"hf-recurrent: error: {message}", file=sys.stderr)
+            return 2
+
+
+@contextlib.contextmanager
+def _orderly_termination() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that what is half-written is cleared away as it is after Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        commands = "\n".join(f"  {name:<10} {summary}" for name, summary in COMMANDS.items())
+        print(HELP.format(commands=commands), end="")
+        return 0
+    if argv[0] == "--version":
+        print(f"hf-recurrent {__version__}")
+        return 0
+    if argv[0] not in COMMANDS:
+        kind = "flag" if argv[0].startswith("-") else "command"
+        raise CommandLineError(f"unknown {kind} {argv[0]}{nearest(argv[0], COMMANDS)}")
+    return importlib.import_module(f".{argv[0]}", __package__).run(argv[1:])
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    text = " ".join(str(message).split())
+    print(f"hf-recurrent: warning: {text}", file=sys.stderr)

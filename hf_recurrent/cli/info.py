@@ -1,0 +1,150 @@
+"""`hf-recurrent info`: versions, devices, scan backends, a model's size."""
+
+import importlib.metadata
+import json
+import os
+import platform
+
+from .. import __version__
+from ..messages import nearest
+from .parser import CommandLineError, Parser, no_bars_for_files
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="hf-recurrent info",
+        usage="hf-recurrent info [--model DIR | --preset NAME] [--json]",
+        description="Show versions, devices, which scan backends run here and why others don't, and a model's size.",
+        epilog="""\
+examples:
+  hf-recurrent info
+  hf-recurrent info --model runs/mingru
+  hf-recurrent info --model runs/mingru --json
+  hf-recurrent info --preset longhorn-125m
+""",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="DIR", help="folder of a model, or its name on the Hub")
+    which.add_argument("--preset", help="one of the papers' sizes; a wrong name lists them")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    args = _parser().parse(argv)
+    facts = {"versions": _versions(), "devices": _devices(), "backends": _backends()}
+    if args.model is not None:
+        facts["model"] = _model_facts(args.model)
+    if args.preset is not None:
+        facts["model"] = _preset_facts(args.preset)
+    print(json.dumps(facts, indent=2) if args.json else _show(facts))
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
+    return {
+        "hf_recurrent": __version__,
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def _devices() -> dict[str, str]:
+    import torch
+
+    cores, threads = os.cpu_count(), torch.get_num_threads()
+    devices = {"cpu": f"{platform.machine()}, {cores} logical cores, of which torch uses {threads}"}
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        devices[f"cuda:{number}"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+    return devices
+
+
+def _backends() -> dict[str, dict[str, str]]:
+    """Each backend's state, and which one each kind of device gets unless told otherwise."""
+    from ..scan import available_backends, backend_report
+
+    available = available_backends()
+    return {
+        "report": backend_report(),
+        "used": {
+            "cpu tensors": "cpu" if "cpu" in available else "chunked",
+            "cuda tensors": "cuda" if "cuda" in available else "chunked",
+            "other tensors": "chunked",
+        },
+    }
+
+
+def _model_facts(name: str) -> dict[str, object]:
+    from ..training.model import load_model
+
+    no_bars_for_files()
+    return {"folder": name, **_size_facts(load_model(name).eval())}
+
+
+def _preset_facts(name: str) -> dict[str, object]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSequenceClassification
+
+    from ..modeling import FAMILIES
+
+    presets = {preset: config_class for config_class in FAMILIES for preset in config_class.presets}
+    if name not in presets:
+        raise CommandLineError(f"--preset {name}: no such preset{nearest(name, presets)}; known: {', '.join(presets)}")
+    config = presets[name].from_preset(name)
+    if getattr(config, "image_size", None) is not None:
+        auto_class = AutoModelForImageClassification
+    elif getattr(config, "bidirectional", False) or getattr(config, "input_size", None) is not None:
+        auto_class = AutoModelForSequenceClassification
+    else:
+        auto_class = AutoModelForCausalLM
+    with torch.device("meta"):  # sizes without memory
+        model = auto_class.from_config(config).eval()
+    return {"preset": name, "class": type(model).__name__, **_size_facts(model)}
+
+
+def _size_facts(model) -> dict[str, object]:
+    import torch
+
+    # The embedding and the head, counted once where they are tied.
+    modules = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings = {module.weight for module in modules if hasattr(module, "weight")}
+    inputs = {"input features": "input_size", "image size": "image_size"}
+    inputs = {name: size for name, field in inputs.items() if (size := getattr(model.config, field, None)) is not None}
+    facts = {
+        "family": model.config.model_type,
+        "layers": model.config.num_hidden_layers,
+        "hidden size": model.config.hidden_size,
+        **(inputs or {"vocabulary": model.config.vocab_size}),
+        "parameters": model.num_parameters(),
+        "parameters in embeddings": sum(weight.numel() for weight in embeddings),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    if all(layer.mixer.state_shapes for layer in model.base_model.layers):
+        with torch.inference_mode():
+            one_token = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+            cache = model(inputs_embeds=one_token, use_cache=True).past_key_values
+        facts["state bytes per sequence"] = cache.nbytes
+    return facts
+
+
+def _show(facts: dict) -> str:
+    sections = {
+        "versions": facts["versions"],
+        "devices": facts["devices"],
+        "scan backends": facts["backends"]["report"],
+        "backend used for": facts["backends"]["used"],
+    }
+    if "model" in facts:
+        sections["model"] = facts["model"]
+    width = max(len(name) for section in sections.values() for name in section)
+    lines = []
+    for title, section in sections.items():
+        lines.append(title)
+        lines += [f"  {name:<{width}}  {_text(value)}" for name, value in section.items()]
+    return "\n".join(lines)
+
+
+def _text(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,17 @@
+"""`hf-recurrent train`: pretrain a model on text, or continue with one."""
+
+import logging
+
+from ..messages import within_memory
+from .parser import no_bars_for_files
+
+
+def run(argv: list[str]) -> int:
+    from ..training import arguments, train
+
+    no_bars_for_files()
+    # What its readers log about a broken file stands in the error that they raise.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+    parsed = arguments.parse(argv)
+    with within_memory("try a smaller --batch-size, --sequence-length or model"):
+        return 130 if train(*parsed)["interrupted"] else 0

@@ -1,0 +1,38 @@
+"""Parts of messages: what other libraries raise as one line, counts, the nearest valid name."""
+
+import contextlib
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message (other libraries write many), or its kind where it has none.
+
+    Two lines, where the first one ends in a colon.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+
+
+@contextlib.contextmanager
+def within_memory(remedy: str) -> Iterator[None]:
+    """Turns whatever a library raises for too little memory, or for a size that overflows, into one MemoryError."""
+    try:
+        yield
+    except (MemoryError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        told = re.search("out of memory|allocate memory|[Oo]verflow|Maximum allowed", str(error))
+        if not isinstance(error, (MemoryError, OverflowError)) and not told:
+            raise
+        raise MemoryError(f"not enough memory: {remedy} ({first_line(error)})") from error
+
+
+def counted(number: int, noun: str) -> str:
+    """1 document; 2,000 documents."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint at the valid name that is most like `name`."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0)
+    return f"; the nearest valid one is {close[0]}" if close else ""
