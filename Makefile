@@ -12,6 +12,9 @@ PIP_INSTALL = $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check 
 # pip's own progress bars where somebody watches, silence in a log.
 QUIET := $(shell test -t 2 || echo --quiet)
 
+# A process of one thread for each core; each takes about a gigabyte.
+EVERY_CORE := --numprocesses=logical --maxprocesses=8 --dist=worksteal
+
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-hf lint bench wheel clean
 
@@ -24,8 +27,8 @@ demo: $(RUN)  ## train a minGRU on Python's own source files (about three minute
 	$(BIN)/hf-recurrent train examples/demo.yaml --overwrite
 	$(BIN)/hf-recurrent generate --model runs/demo --prompt "def " --max-new-tokens 200
 
-test: $(DEV)  ## run the tests
-	$(BIN)/python -m pytest -q --durations=10
+test: $(DEV)  ## run the tests, on every core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 $(EVERY_CORE)
 
 test-hf: $(DEV)  ## run Transformers' own common tests on every model (fetches its source distribution once)
 	$(BIN)/python -m pytest -q --durations=5 tests/hf

@@ -13,7 +13,6 @@ benchmarks/README.md says how to read them.
 import argparse
 import json
 import math
-import tempfile
 from pathlib import Path
 
 import torch
@@ -22,8 +21,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from hf_recurrent import FAMILIES, RecurrentConfig
+from hf_recurrent.files import replacing, write_whole
 from hf_recurrent.training.data import stdlib_documents
-from measure import machine
+from measure import machine, make_folder, positive
 
 PANELS = {
     "residual": "Residual stream after each layer",
@@ -106,12 +106,6 @@ def table(document: dict) -> str:
     return "\n".join(lines)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
@@ -120,10 +114,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [config_class.model_type for config_class in FAMILIES]
-    parser.add_argument("--layers", type=_positive, default=48, metavar="N", help="(default 48)")
-    parser.add_argument("--width", type=_positive, default=128, metavar="N", help="hidden_size (default 128)")
-    parser.add_argument("--length", type=_positive, default=4096, metavar="N", help="bytes in a row (default 4096)")
-    parser.add_argument("--batch", type=_positive, default=1, metavar="N", help="rows (default 1)")
+    parser.add_argument("--layers", type=positive, default=48, metavar="N", help="(default 48)")
+    parser.add_argument("--width", type=positive, default=128, metavar="N", help="hidden_size (default 128)")
+    parser.add_argument("--length", type=positive, default=4096, metavar="N", help="bytes in a row (default 4096)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows (default 1)")
     parser.add_argument("--families", nargs="+", choices=names, default=names, help="the families to measure")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/benchmarks"), help="folder of initialisation.json and .png"
@@ -134,11 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(argv)
-    try:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=arguments.output).close()
-    except OSError as error:
-        parser.error(f"--output {arguments.output} cannot be written: {error.strerror}")
+    make_folder(parser, arguments.output)
     try:
         ids = text_bytes(arguments.batch, arguments.length).long()
     except ValueError as error:
@@ -160,8 +150,9 @@ def main(argv: list[str] | None = None) -> None:
         "size": size,
         "families": families,
     }
-    (arguments.output / "initialisation.json").write_text(json.dumps(document, indent=1) + "\n")
-    draw(document, arguments.output / "initialisation.png")
+    write_whole(arguments.output / "initialisation.json", json.dumps(document, indent=1) + "\n")
+    with replacing(arguments.output / "initialisation.png") as path:
+        draw(document, path)
     print(table(document))
     print(f"Written: {arguments.output / 'initialisation.json'} and initialisation.png")
 

@@ -1,11 +1,13 @@
 """Paired timing, and what a reader must know about the machine that a number came from."""
 
+import argparse
 import datetime
 import gc
 import importlib.metadata
 import os
 import platform
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,6 +103,22 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+def positive(text: str) -> int:
+    """A type for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Make the folder of --output, or leave with an error that says why it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        parser.error(f"--output {folder} cannot be written: {error.strerror}")
 
 
 def version_of(package: str) -> str | None:

@@ -1,9 +1,9 @@
 """The tables and the picture of a measurement; both are made from the results alone."""
 
 import json
-import os
-import tempfile
 from pathlib import Path
+
+from hf_recurrent.files import replacing, write_whole
 
 PASSES = ("forward", "forward + backward")
 LIMITS = {
@@ -136,25 +136,13 @@ def markdown(document: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write(path: Path, write) -> None:
-    """Through a temporary file in the same folder, so that `path` is whole or as it was."""
-    handle, temporary = tempfile.mkstemp(suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    try:
-        write(temporary)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
 def save(document: dict, folder: Path) -> None:
     """scan.json (everything), scan.md (the tables), scan.png (the picture)."""
-    _write(folder / "scan.json", lambda path: Path(path).write_text(json.dumps(document, indent=1) + "\n"))
-    _write(folder / "scan.md", lambda path: Path(path).write_text(markdown(document)))
+    write_whole(folder / "scan.json", json.dumps(document, indent=1) + "\n")
+    write_whole(folder / "scan.md", markdown(document))
     if any(row["section"] != "memory" for row in document["results"]):
-        _write(folder / "scan.png", lambda path: draw(document, path))
+        with replacing(folder / "scan.png") as path:
+            draw(document, path)
 
 
 def draw(document: dict, path: str) -> None:

@@ -7,12 +7,10 @@ says what each section measures and why.
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,10 +22,8 @@ from torch import Tensor
 import peers
 import report
 import training_steps
-from hf_recurrent import MinGRUConfig, MinGRUForCausalLM
-from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.scan import available_backends, linear_scan, mingru_scan
-from measure import machine, paired
+from measure import machine, make_folder, paired, positive
 
 # Tensors moved, each counted once: forward reads a and b and writes h; backward reads dh, a and h and writes da and db
 # (the minGRU cell reads dh, hidden, gate and h, and writes two).
@@ -144,29 +140,8 @@ def measure_cell(m: Measurement) -> None:
 # ---- the paper's Shakespeare model -----------------------------------------------------------------------------------
 
 
-class MinGRU(torch.nn.Module):
-    """Our model of the paper's Shakespeare experiment: token ids -> loss, as the peers' models have it."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = MinGRUForCausalLM(
-            MinGRUConfig(
-                vocab_size=peers.VOCABULARY,
-                hidden_size=peers.WIDTH,
-                num_hidden_layers=peers.LAYERS,
-                expansion=peers.EXPANSION,
-                conv_kernel=peers.CONV_KERNEL,
-                mlp_ratio=peers.MLP_RATIO,
-                hidden_dropout=peers.DROPOUT,
-            )
-        )
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids, labels=ids).loss
-
-
 def _models(all_peers: bool) -> dict[str, Callable[[], torch.nn.Module]]:
-    return {"hf_recurrent minGRU": MinGRU} | peers.models(all_peers)
+    return {"hf_recurrent minGRU": training_steps.minimal("MinGRU")} | peers.models(all_peers)
 
 
 def _training_step(model: torch.nn.Module, batches: list[Tensor]) -> Callable[[int], None]:
@@ -180,46 +155,13 @@ def _training_step(model: torch.nn.Module, batches: list[Tensor]) -> Callable[[i
     return run
 
 
-def _product(hidden: Tensor, gate: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-    """Stands in for mingru_scan: the cheapest thing that still uses both of its inputs, forward and backward."""
-    h = hidden * gate
-    return h, h[:, -1].float()
-
-
-@contextlib.contextmanager
-def _recurrence_as_product():
-    original = MinGRUMixer.scan
-    MinGRUMixer.scan = staticmethod(_product)
-    try:
-        yield
-    finally:
-        MinGRUMixer.scan = staticmethod(original)
-
-
-def _matrix_products(model: torch.nn.Module, tokens: int) -> Callable[[int], None]:
-    """Forward and backward of the model's Linear modules on random inputs, and nothing else."""
-    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    inputs = [torch.randn(tokens, layer.in_features, requires_grad=True) for layer in layers]
-    grads = [torch.randn(tokens, layer.out_features) for layer in layers]
-
-    def run(_):
-        for layer, x, grad in zip(layers, inputs, grads, strict=True):
-            torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)
-
-    return run
-
-
 def measure_step(m: Measurement) -> None:
     """Forward, loss, backward and AdamW step of each model on the same batches of random characters."""
     batches = [torch.randint(peers.VOCABULARY, m.step_shape) for _ in range(INPUT_SETS)]
-    step_with_product = _training_step(MinGRU(), batches)
-
-    def limit(index):
-        with _recurrence_as_product():
-            step_with_product(index)
-
+    ours = training_steps.minimal("MinGRU")
+    limit = training_steps.with_product(_training_step(ours(), batches))
     candidates = {name: _training_step(build(), batches) for name, build in _models(m.all_peers).items()}
-    candidates["matrix products alone"] = _matrix_products(MinGRU(), batches[0].numel())
+    candidates["matrix products alone"] = training_steps.matrix_products(ours(), batches[0].numel())
     timings = paired(limit, candidates, m.repeats, title=f"training step {m.step_shape}")
     m.add("step", m.step_shape, "float32", "training step", timings)
 
@@ -309,12 +251,6 @@ MEASURES = {
 }
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
@@ -323,8 +259,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="tiny shapes and few rounds, to see that it works")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="the sections to measure")
-    parser.add_argument("--repeats", type=_positive, help="rounds of paired runs (default 21; 3 with --quick)")
-    parser.add_argument("--threads", type=_positive, help="threads of PyTorch and of the kernels (default: PyTorch's)")
+    parser.add_argument("--repeats", type=positive, help="rounds of paired runs (default 21; 3 with --quick)")
+    parser.add_argument("--threads", type=positive, help="threads of PyTorch and of the kernels (default: PyTorch's)")
     parser.add_argument(
         "--all-peers", action="store_true", help="also the slowest peer, Transformers' Mamba with mambapy"
     )
@@ -345,11 +281,7 @@ def main() -> None:
     if arguments.peak_memory_of:
         print(json.dumps(peak_memory(arguments.peak_memory_of, m.step_shape)))
         return
-    try:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=arguments.output).close()
-    except OSError as error:
-        parser.error(f"--output {arguments.output} cannot be written: {error.strerror}")
+    make_folder(parser, arguments.output)
     for section in arguments.only:
         MEASURES[section](m)
     flags = [name for name, given in (("--quick", m.quick), ("--all-peers", m.all_peers)) if given]

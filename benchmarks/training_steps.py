@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import hf_recurrent
 import peers
 from hf_recurrent.modeling import gateloop, longhorn, s5
+from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.modeling.minlstm import MinLSTMMixer
 from measure import version_of
 
@@ -34,9 +35,14 @@ class LanguageModel(nn.Module):
         return self.model(input_ids=ids, labels=ids).loss
 
 
+def minimal(family: str) -> Callable[[], nn.Module]:
+    """The model of the minimal RNNs' Shakespeare experiment: a function that builds it."""
+    return lambda: LanguageModel(family, **MINIMAL)
+
+
 # The other fields have the families' own defaults: Longhorn with m = 16, GateLoop with d_h = 1.
 OURS: dict[str, Callable[[], nn.Module]] = {
-    "minLSTM": lambda: LanguageModel("MinLSTM", **MINIMAL),
+    "minLSTM": minimal("MinLSTM"),
     "GateLoop, polar": lambda: LanguageModel("GateLoop"),
     "GateLoop, cartesian": lambda: LanguageModel("GateLoop", transition="cartesian"),
     "Longhorn": lambda: LanguageModel("Longhorn"),
@@ -74,6 +80,7 @@ def with_product(step: Callable[[int], None]) -> Callable[[int], None]:
 
     def run(index: int) -> None:
         with (
+            mock.patch.object(MinGRUMixer, "scan", staticmethod(_product)),
             mock.patch.object(MinLSTMMixer, "scan", staticmethod(_product)),
             mock.patch.object(gateloop, "linear_scan", _product),
             mock.patch.object(s5, "linear_scan", _product),
