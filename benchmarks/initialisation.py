@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_recurrent import FAMILIES, RecurrentConfig
 from hf_recurrent.files import replacing, write_whole
+from hf_recurrent.measure import machine, make_folder, positive
 from hf_recurrent.training.data import stdlib_documents
-from measure import machine, make_folder, positive
 
 PANELS = {
     "residual": "Residual stream after each layer",

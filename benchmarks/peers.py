@@ -3,12 +3,12 @@
 import importlib
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM
 
-from measure import version_of
+from hf_recurrent.bench import optional_module, peer_scans
+from hf_recurrent.measure import version_of
 
 PACKAGES = ("minGRU-pytorch", "mambapy", "gateloop-transformer")
 # The language model of arXiv 2410.01201, appendix C, on the characters of Shakespeare.
@@ -20,26 +20,7 @@ def absent() -> dict[str, str]:
     return {package: "not installed" for package in PACKAGES if version_of(package) is None}
 
 
-def _module(package: str, module: str):
-    """The module of a peer, or None where the package is not installed."""
-    return importlib.import_module(module) if version_of(package) else None
-
-
 # ---- scans: h_t = a_t h_{t-1} + b_t over (batch, length, channels) ---------------------------------------------------
-
-
-def plain_loop(a: Tensor, b: Tensor) -> Tensor:
-    """What one writes first: a loop over time in PyTorch."""
-    h, outputs = torch.zeros_like(b[:, 0]), []
-    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):
-        h = a_t * h + b_t
-        outputs.append(h)
-    return torch.stack(outputs, dim=1)
-
-
-def _combine(first, second):
-    (a, h), (next_a, next_h) = first, second
-    return next_a * a, torch.addcmul(next_h, next_a, h)
 
 
 def scans() -> dict[str, tuple[str, Callable]]:
@@ -47,19 +28,15 @@ def scans() -> dict[str, tuple[str, Callable]]:
 
     Kind "pair" is (a, b); kind "logs" is (log a, log b), for a scan that knows positive numbers by their logarithms.
     """
-    found = {"plain loop": ("pair", plain_loop)}
-    if module := _module("mambapy", "mambapy.pscan"):
-        found["mambapy pscan"] = ("pair", lambda a, b: module.pscan(a[..., None], b[..., None])[..., 0])
-    if gateloop := _module("gateloop-transformer", "gateloop_transformer.associative_scan"):
-        found["gateloop-transformer scan"] = ("pair", lambda a, b: gateloop.associative_scan(_combine, (a, b))[1])
-    if mingru := _module("minGRU-pytorch", "minGRU_pytorch.minGRU"):
+    found = {name: ("pair", function) for name, function in peer_scans().items()}
+    if mingru := optional_module("minGRU-pytorch", "minGRU_pytorch.minGRU"):
         found["minGRU-pytorch log scan"] = ("logs", mingru.heinsen_associative_scan_log)
     return found
 
 
 def mingru_pytorch_core() -> Callable[[Tensor], Tensor] | None:
     """minGRU-pytorch's layer without its projections: activations and log-space scan of [hidden | gate]."""
-    module = _module("minGRU-pytorch", "minGRU_pytorch.minGRU")
+    module = optional_module("minGRU-pytorch", "minGRU_pytorch.minGRU")
     if module is None:
         return None
     layer = module.minGRU(1)

@@ -22,8 +22,8 @@ from torch import Tensor
 import peers
 import report
 import training_steps
+from hf_recurrent.measure import machine, make_folder, paired, positive
 from hf_recurrent.scan import available_backends, linear_scan, mingru_scan
-from measure import machine, make_folder, paired, positive
 
 # Tensors moved, each counted once: forward reads a and b and writes h; backward reads dh, a and h and writes da and db
 # (the minGRU cell reads dh, hidden, gate and h, and writes two).

@@ -27,9 +27,9 @@ def measured(tmp_path_factory):
 
 @pytest.fixture
 def modules(monkeypatch):
-    """measure.py and report.py, which scan.py imports from its own folder."""
+    """What scan.py imports."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    import measure
+    import hf_recurrent.measure as measure
     import report
 
     return measure, report

@@ -365,3 +365,37 @@ def test_info_on_what_is_no_preset(run, model):
     assert "--preset longhorn-120m: no such preset; the nearest valid one is longhorn-1" in refusal
     assert all(name in refusal for name in PRESETS)
     assert "--preset: not allowed with argument --model" in run("info", "--model", model, "--preset", "x", status=2)
+
+
+# ---- bench -----------------------------------------------------------------------------------------------------------
+
+
+def bench(*argv):
+    """In a process of its own, whose memory it arranges."""
+    command = [sys.executable, "-m", "hf_recurrent", "bench", "--cpu", *map(str, argv)]
+    env = os.environ | {"PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+
+
+def test_bench(tmp_path):
+    figures = tmp_path / "bench.json"
+    done = bench("--shape", 2, 8, 4, "--repeats", 1, "--output", figures)
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(figures.read_text())
+    names = {row["name"] for row in document["results"]}
+    assert {"linear_scan", "minGRU cell", "minLSTM cell, positive", "Longhorn cell, m = 16", "plain loop"} <= names
+    assert all(name in done.stdout for name in names)
+    assert {(row["dtype"], row["pass"]) for row in document["results"] if row["name"] == "linear_scan"} == {
+        (dtype, kind) for dtype in ("float32", "bfloat16") for kind in ("forward", "backward")
+    }
+    assert all(row["ratio"] > 0 and row["shape"] == [2, 8, 4] for row in document["results"])
+    assert document["command"].startswith("hf-recurrent bench --cpu --shape 2 8 4")
+
+
+def test_bench_mistakes(run, tmp_path):
+    assert "--shape: must be between 1 and 2147483648, got 0" in run("bench", "--shape", 0, 1, 1, status=2)
+    missing = tmp_path / "none" / "x.json"
+    assert f"--output {missing}: cannot be written" in run("bench", "--output", missing, status=2)
+    done = bench("--shape", 2**20, 2**20, 64)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "not enough memory: try a smaller --shape" in done.stderr

@@ -13,6 +13,7 @@ template <class T>
 struct LinearCell {
   using State = T;
   static constexpr int inputs = 2;  // a, b
+  static constexpr int backward_inputs = 1;  // the first so many are all that backward reads
   static constexpr bool first_may_be_constant = true;  // over time: its gradient is then summed inside the kernel
 
   HFR_INLINE static T forward(const T (&x)[2], T h) { return x[0] * h + x[1]; }
@@ -44,6 +45,7 @@ template <class T, bool positive>
 struct MinGRUCell {
   using State = T;
   static constexpr int inputs = 2;  // hidden, gate
+  static constexpr int backward_inputs = 2;
   static constexpr bool first_may_be_constant = false;
 
   HFR_INLINE static T forward(const T (&x)[2], T h) {
@@ -71,6 +73,7 @@ template <class T, bool positive>
 struct MinLSTMCell {
   using State = T;
   static constexpr int inputs = 3;  // hidden, forget, input
+  static constexpr int backward_inputs = 3;
   static constexpr bool first_may_be_constant = false;
 
   HFR_INLINE static void weights(T forget, T input, T& a, T& b, T& forget_shut, T& input_shut) {
