@@ -1,6 +1,7 @@
 """The short benchmark behind `hf-recurrent bench`: each scan against the time that memory alone would take."""
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from .scan import linear_scan, longhorn_scan, mingru_scan, minlstm_scan
 
 PASSES = ("forward", "backward")
 INPUT_SETS = 3  # used in turn: no call finds its input in a cache because the call before has just read it
+LARGE = 2**28  # bytes of a tensor of which no cache holds anything from one call to the next: one set is enough
 STATE_SIZE = 16  # of Longhorn
 
 
@@ -164,9 +166,10 @@ def measure_case(
         for each pass: name, shape, dtype, pass, milliseconds, limit_milliseconds (of torch.add, scaled by the bytes
         that the pass must move), ratio (of the two, the median over the pairs) and gigabytes_per_second.
     """
-    inputs = [case.inputs(shape, dtype, device) for _ in range(INPUT_SETS)]
+    sets = 1 if math.prod(shape) * dtype.itemsize >= LARGE else INPUT_SETS
+    inputs = [case.inputs(shape, dtype, device) for _ in range(sets)]
     # Always real: torch.add is slower on complex tensors than their bytes make it.
-    pairs = [_normal(2)(shape, dtype, device) for _ in range(INPUT_SETS)]
+    pairs = [_normal(2)(shape, dtype, device) for _ in range(sets)]
     add = _waiting(_forward(torch.add, pairs), device)
     for name, moved, make in zip(PASSES, case.moved, (_forward, _backward), strict=True):
         candidate = _waiting(make(case.function, inputs), device)

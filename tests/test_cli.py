@@ -394,8 +394,9 @@ def test_bench(tmp_path):
 
 def test_bench_mistakes(run, tmp_path):
     assert "--shape: must be between 1 and 2147483648, got 0" in run("bench", "--shape", 0, 1, 1, status=2)
+    assert "--only x9: no such name; known: linear_scan, minGRU cell" in run("bench", "--only", "x9", status=2)
     missing = tmp_path / "none" / "x.json"
     assert f"--output {missing}: cannot be written" in run("bench", "--output", missing, status=2)
-    done = bench("--shape", 2**20, 2**20, 64)
+    done = bench("--shape", 2**20, 2**20, 64, "--only", "minGRU")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "not enough memory: try a smaller --shape" in done.stderr

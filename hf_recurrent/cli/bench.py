@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from .parser import Parser, check_writable, number
+from .parser import CommandLineError, Parser, check_writable, number
 
 
 def _parser() -> Parser:
@@ -28,6 +28,7 @@ examples:
         metavar=("B", "L", "D"),
         help="batch, length and channels (default: 8 1024 768, on a GPU 8 4096 2048)",
     )
+    add("--only", metavar="TEXT", help="only what has TEXT in its name: linear_scan, minGRU, Longhorn, plain ...")
     add("--repeats", type=number(int, 1, 10_000), default=9, metavar="N", help="pairs of runs, of which the median")
     add("--threads", type=number(int, 1, 4096), metavar="N", help="threads on the CPU (default: PyTorch's)")
     add("--output", metavar="FILE", help="also write the figures there, as JSON")
@@ -53,16 +54,19 @@ def run(argv: list[str]) -> int:
     shape = tuple(args.shape or ((8, 1024, 768) if device.type == "cpu" else (8, 4096, 2048)))
     kept = keep_freed_memory()
     about = machine(("hf-recurrent", "torch", *PEERS))
+    scan = CASES[0]
+    peers = [Case(name, scan.inputs, function, scan.moved) for name, function in peer_scans().items()]
+    cases = [case for case in [*CASES, *peers] if (args.only or "").lower() in case.name.lower()]
+    if not cases:
+        raise CommandLineError(f"--only {args.only}: no such name; known: {', '.join(case.name for case in CASES)}")
+    rows = []
     where = about["cpu"] if device.type == "cpu" else torch.cuda.get_device_name(device)
     print(f"{where}, {about['threads']} threads, torch {about['packages']['torch']}, shape {shape}")
     if not kept and device.type == "cpu":
         print("The times hold page faults: this C library returns freed memory to the system")
     print(f"{'':<37}{'dtype':<11}{'pass':<10}{'ms':>10}{'limit':>10}{'ratio':>8}{'GB/s':>9}")
-    rows = []
-    scan = CASES[0]
-    peers = [Case(name, scan.inputs, function, scan.moved) for name, function in peer_scans().items()]
     with within_memory("try a smaller --shape"):
-        for case in [*CASES, *peers]:
+        for case in cases:
             for dtype in DTYPES[:1] if case.complex or case in peers else DTYPES:
                 for row in measure_case(case, shape, dtype, device, args.repeats):
                     rows.append(row)
