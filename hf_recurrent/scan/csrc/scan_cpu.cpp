@@ -26,9 +26,7 @@ constexpr int kMaxInputs = 3;
 constexpr int64_t kBlock = 2048;  // channels a thread takes at once: their float32 state is a quarter of a 32 KiB L1 cache
 constexpr int64_t kChunk = 64;   // channels between two requests for rows ahead: a few lines at a time keep memory busy
 constexpr int64_t kLine = 64;     // bytes of a cache line
-// Bytes of a tensor, at least, between a request and its use. Processors foresee much of what a walk forward in time reads,
-// little of one backward.
-constexpr int64_t kAhead = 2048, kAheadBackward = 8192;
+constexpr int64_t kAhead = 2048;  // bytes of a tensor, at least, between a request and its use
 constexpr int64_t kStream = 1 << 22;  // bytes of an output from which on it is written past the caches
 
 // Strides count elements, in the order batch, length, channels.
@@ -179,12 +177,14 @@ struct Block {
   const Problem& p;
   const int64_t b, d, n;      // the row of the batch, the first channel and their number
   const int64_t begin, end;   // steps: positions in the order of the recurrence
+  const int64_t ahead;        // positions between a request and its use
   const bool streams;
   T copies[kMaxInputs + 1][kBlock];
   alignas(kLine) T out[kMaxInputs][kChunk];  // what is to be streamed
 
   Block(const Problem& problem, int64_t batch_row, int64_t first, int64_t size, int64_t from, int64_t to, bool past_caches)
-      : p(problem), b(batch_row), d(first), n(size), begin(from), end(to), streams(past_caches) {}
+      : p(problem), b(batch_row), d(first), n(size), begin(from), end(to), ahead(1 + kAhead / (n * (int64_t)sizeof(T))),
+        streams(past_caches) {}
 
   ~Block() {
 #ifdef __SSE2__
@@ -192,12 +192,13 @@ struct Block {
 #endif
   }
 
-  // Positions between a request and its use.
-  int64_t rows_of(int64_t bytes) const { return 1 + bytes / (n * (int64_t)sizeof(T)); }
-
   uint8_t flags(int64_t t) const { return p.flags ? p.flags[b * p.length + t] : 0; }
 
   int64_t position(int64_t step) const { return p.reverse ? p.length - 1 - step : step; }
+
+  // The first channel of the chunk to take after i channels. A walk to lower positions takes the chunks of a row from the last
+  // one on, so that addresses only fall: processors foresee that, and not the leaps between one row's end and another's.
+  int64_t chunk(int64_t i, bool falling) const { return falling ? (n - 1) / kChunk * kChunk - i : i; }
 
   Rows<T> inputs(int64_t t) {
     Rows<T> rows;
@@ -226,13 +227,12 @@ struct Block {
   }
 
   void forward(State* state) {
-    const int64_t ahead = rows_of(kAhead);
     for (int64_t step = begin; step < end; ++step) {
       int64_t t = position(step), later = position(step + ahead < end ? step + ahead : end - 1);
       if (flags(t) & kDrop) memset(static_cast<void*>(state), 0, n * sizeof(State));
       Rows<T> rows = inputs(t);
-      for (int64_t c = 0; c < n; c += kChunk) {
-        int64_t m = n - c < kChunk ? n - c : kChunk;
+      for (int64_t i = 0; i < n; i += kChunk) {
+        int64_t c = chunk(i, p.reverse), m = n - c < kChunk ? n - c : kChunk;
         T* h = const_cast<T*>(at<T>(p.h, b, t, d + c));
         for (int i = 0; i < Cell::inputs; ++i) request<false>(at<T>(p.inputs[i], b, later, d + c), m);
         if (!streams) request<true>(at<T>(p.h, b, later, d + c), m);
@@ -250,7 +250,6 @@ struct Block {
   // `sum`: where sum_first, what the gradient of a coefficient that is constant over time is added to.
   template <bool sum_first>
   void backward(State* carry, State* sum) {
-    const int64_t ahead = rows_of(kAheadBackward);
     State zero[kBlock];
     memset(static_cast<void*>(zero), 0, n * sizeof(State));
     const State* initial = p.initial ? reinterpret_cast<const State*>(p.initial) + b * p.channels + d : zero;
@@ -259,8 +258,8 @@ struct Block {
       int64_t later = position(step - ahead > begin ? step - ahead : begin);
       const T* grad_h = row(p.grad_h, b, t, d, n, copies[kMaxInputs]);
       Rows<T> rows = inputs(t);
-      for (int64_t c = 0; c < n; c += kChunk) {
-        int64_t m = n - c < kChunk ? n - c : kChunk;
+      for (int64_t i = 0; i < n; i += kChunk) {
+        int64_t c = chunk(i, !p.reverse), m = n - c < kChunk ? n - c : kChunk;
         T *grads[kMaxInputs], *to[kMaxInputs];
         for (int i = 0; i < Cell::inputs; ++i) {
           if (i < Cell::backward_inputs) request<false>(at<T>(p.inputs[i], b, later, d + c), m);
