@@ -1,0 +1,99 @@
+"""Random shapes, strides, masks and options of every scan against the float64 loop.
+
+HF_RECURRENT_FUZZ sets the number of examples of each test.
+"""
+
+import os
+
+import oracle
+import pytest
+import test_longhorn_scan
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+EXAMPLES = int(os.environ.get("HF_RECURRENT_FUZZ", "40"))
+fuzz = settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 40, suppress_health_check=list(HealthCheck)
+)
+LAYOUTS = ["contiguous", "slice of a projection", "every other channel", "time first", "channels first", "offset"]
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in memory of another order."""
+    batch, length, channels = x.shape
+    if layout == "slice of a projection":
+        return torch.cat([x, x, x], dim=2)[..., channels : 2 * channels]
+    if layout == "every other channel":
+        return x.repeat_interleave(2, dim=2)[..., ::2]
+    if layout == "time first":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "channels first":
+        return x.mT.contiguous().mT
+    if layout == "offset":  # rows that start on no cache line
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    return x
+
+
+@st.composite
+def problems(draw):
+    """Sizes, layouts, options and threads. Batches of one and lengths of 1024 and more may be divided in time."""
+    batch = draw(st.integers(1, 5))
+    channels = draw(st.one_of(st.integers(1, 70), st.sampled_from([128, 777])))
+    long = channels < 71 and draw(st.integers(0, 9)) == 0
+    length = 1100 if long else draw(st.integers(1, 80))
+    options = {"reverse": draw(st.booleans())}
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    mask, reset = oracle.mask_and_reset(batch, length)
+    options["mask"] = mask if draw(st.booleans()) else None
+    options["reset"] = reset if draw(st.booleans()) else None
+    layouts = [draw(st.sampled_from(LAYOUTS)) for _ in range(4)]
+    threads, with_state = draw(st.integers(1, 4)), draw(st.booleans())
+    note(f"{(batch, length, channels)} {layouts} {threads} threads, {options}")
+    return (batch, length, channels), layouts, options, threads, with_state
+
+
+@pytest.fixture(autouse=True)
+def threads_restored():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@fuzz
+@given(
+    problems(),
+    st.sampled_from(["linear", *oracle.CELLS]),
+    st.sampled_from(oracle.REALS + oracle.COMPLEX),
+    st.sampled_from(["chunked", "cpu"]),
+    st.sampled_from([None, (1, 1, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)]),
+)
+def test_scans(problem, cell, dtype, backend, constant):
+    """`constant`: over which dimensions the linear scan's coefficients are broadcast, as 0."""
+    shape, layouts, options, threads, with_state = problem
+    torch.set_num_threads(threads)
+    if dtype.is_complex:
+        cell = "linear"
+    scan, count = oracle.CELLS.get(cell, (oracle.linear, 2))
+    inputs = [3 * oracle.random(*shape, dtype=dtype) for _ in range(count)]
+    if cell == "linear":
+        kept = constant or (1, 1, 1)
+        inputs[0] = oracle.coefficients(*(n if keep else 1 for n, keep in zip(shape, kept, strict=True)), dtype=dtype)
+    inputs = [laid_out(x, layout) for x, layout in zip(inputs, layouts, strict=False)]
+    state = None
+    if with_state:
+        kind = dtype if dtype.is_complex else torch.promote_types(dtype, torch.float32)
+        state = oracle.random(shape[0], shape[2], dtype=kind)
+    oracle.compare(scan, inputs, state, backend=backend, **options)
+
+
+@fuzz
+@given(problems(), st.sampled_from(oracle.REALS), st.sampled_from(["chunked", "cpu"]), st.integers(1, 17))
+def test_longhorn(problem, dtype, backend, m):
+    (batch, length, channels), layouts, options, threads, _ = problem
+    torch.set_num_threads(threads)
+    length, channels = min(length, 80), min(channels, 130)  # the loop holds a state of channels x m for each position
+    mask, reset = (x if x is None else x[:, :length] for x in (options["mask"], options["reset"]))
+    *inputs, state = test_longhorn_scan.inputs_for(batch, length, channels, m, dtype)
+    inputs = [laid_out(x, layout) for x, layout in zip(inputs, layouts, strict=True)]
+    test_longhorn_scan.compare([*inputs, state], backend, reverse=options["reverse"], mask=mask, reset=reset)
