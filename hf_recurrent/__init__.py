@@ -31,6 +31,7 @@ with quiet_interrupt():
         S5ForSequenceClassification,
         S5ForTokenClassification,
         S5Model,
+        StaticRecurrentCache,
         stream,
     )
     from .scan import available_backends, backend_report, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
@@ -65,6 +66,7 @@ __all__ = [
     "S5ForSequenceClassification",
     "S5ForTokenClassification",
     "S5Model",
+    "StaticRecurrentCache",
     "available_backends",
     "backend_report",
     "linear_scan",

@@ -12,7 +12,7 @@ from transformers import (
 # From its module: `transformers.AutoImageProcessor` of 5.17 is a placeholder where there is no torchvision.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from .cache import RecurrentCache
+from .cache import RecurrentCache, StaticRecurrentCache
 from .configuration import RecurrentConfig
 from .gateloop import GateLoopConfig, GateLoopForCausalLM, GateLoopForSequenceClassification, GateLoopModel
 from .image_processing_longhorn import LonghornImageProcessor
@@ -103,5 +103,6 @@ __all__ = [
     "S5ForSequenceClassification",
     "S5ForTokenClassification",
     "S5Model",
+    "StaticRecurrentCache",
     "stream",
 ]

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from ..files import replacing
 
 STATE_FILE = "hf_recurrent.RecurrentCache/1"  # the "format" of a state file's metadata
 # Fields of a configuration that change nothing about what a state means.
-TRAINING_FIELDS = {"hidden_dropout", "initializer_range", "use_cache"}
+TRAINING_FIELDS = {"hidden_dropout", "initializer_range", "learned_initial_state", "use_cache"}
+_ADVANCING = threading.Lock()  # held for the moment in which a call's states take the place of those before it
 
 
 class MixerCall:
@@ -56,6 +58,9 @@ class MixerCall:
         mask = kept.expand(len(self.x), -1) if self.mask is None else self.mask & kept
         with torch.set_grad_enabled(self.with_grad):
             return mixer(self.x, self.state, mask, self.reset, **self.kwargs)[1]
+
+    def __deepcopy__(self, memo: dict) -> "MixerCall":
+        return self.map(lambda value: value.detach().clone())
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MixerCall":
         """This call with `function` applied to every tensor that has its rows."""
@@ -128,14 +133,23 @@ class RecurrentLayer:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "RecurrentLayer":
         """This layer with `function` applied to every state, and to what is recorded."""
-        other = RecurrentLayer()
+        other = type(self)()
         other.record_past, other.window = self.record_past, self.window
-        other.states = {name: function(state) for name, state in self.states.items()}
+        other.hold({name: function(state) for name, state in self.states.items()})
         other.calls = [call.map(function) for call in self.calls]
         return other
 
-    def advance(self, states: dict[str, Tensor], call: MixerCall | None) -> None:
+    def hold(self, states: dict[str, Tensor]) -> None:
+        """Takes `states` in place of its own."""
         self.states = states
+
+    def become(self, other: "RecurrentLayer") -> None:
+        """Takes what `other` holds and has recorded."""
+        self.hold(other.states)
+        self.calls = other.calls
+
+    def advance(self, states: dict[str, Tensor], call: MixerCall | None) -> None:
+        self.hold(states)
         if not self.record_past or call is None:
             self.calls = []
             return
@@ -158,10 +172,49 @@ class RecurrentLayer:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.__dict__ = self.map(lambda state: state[indices.to(state.device)]).__dict__
+        self.become(self.map(lambda state: state[indices.to(state.device)]))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.__dict__ = self.map(lambda state: state.repeat_interleave(repeats, dim=0)).__dict__
+        self.become(self.map(lambda state: state.repeat_interleave(repeats, dim=0)))
+
+
+def _can_be_written(buffer: Tensor, like: Tensor) -> bool:
+    """Whether `like` can be written over `buffer`; outside inference mode what was made inside cannot be changed."""
+    if (buffer.shape, buffer.dtype, buffer.device) != (like.shape, like.dtype, like.device):
+        return False
+    return torch.compiler.is_compiling() or buffer.is_inference() <= torch.is_inference_mode_enabled()
+
+
+def _at_a_fixed_address(tensor: Tensor) -> Tensor:
+    """A copy that a CUDA graph may write to."""
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
+class StaticLayer(RecurrentLayer):
+    """A layer whose states stay where they are in memory: what comes is written over them."""
+
+    is_compileable = True
+
+    def __init__(self):
+        super().__init__()
+        self.buffers: dict[str, Tensor] = {}  # also while there is no state, after `reset`
+
+    def hold(self, states: dict[str, Tensor]) -> None:
+        self.states = {name: self._written(name, state) for name, state in states.items()}
+
+    def _written(self, name: str, state: Tensor) -> Tensor:
+        if name in self.buffers and _can_be_written(self.buffers[name], state):
+            return self.buffers[name].copy_(state)
+        self.buffers[name] = _at_a_fixed_address(state)
+        return self.buffers[name]
+
+    def advance(self, states: dict[str, Tensor], call: MixerCall | None) -> None:
+        if self.record_past and call is not None:
+            call.state = {name: state.clone() for name, state in call.state.items()}
+        super().advance(states, call)
 
 
 class RecurrentCache(Cache):
@@ -181,8 +234,10 @@ class RecurrentCache(Cache):
         config: the model's configuration.
     """
 
+    layer_class = RecurrentLayer
+
     def __init__(self, config: PreTrainedConfig):
-        super().__init__(layers=[RecurrentLayer() for _ in range(config.num_hidden_layers)])
+        super().__init__(layers=[self.layer_class() for _ in range(config.num_hidden_layers)])
         self.config = config
         self.seen_tokens = 0
 
@@ -194,6 +249,46 @@ class RecurrentCache(Cache):
 
     def __deepcopy__(self, memo: dict) -> "RecurrentCache":
         return self._map(lambda state: state.detach().clone())
+
+    def detach(self) -> "RecurrentCache":
+        """The same states outside the graph of gradients, as `Tensor.detach`: what is computed from them sends no
+        gradients into the calls before. What is recorded comes along."""
+        return self._map(Tensor.detach)
+
+    @staticmethod
+    def concatenate(caches: Sequence["RecurrentCache"]) -> "RecurrentCache":
+        """The rows of all `caches` in one, in their order. Rows that have seen fewer tokens than others count as padded.
+        What is recorded stays behind.
+
+        Raises:
+            ValueError: there is no cache; one is empty, or another model's.
+        """
+        if not caches:
+            raise ValueError("there is no cache to concatenate")
+        first = caches[0]
+        for index, cache in enumerate(caches):
+            if cache.batch_size < 0:
+                raise ValueError(f"cache {index} is empty: it has no rows yet")
+            if field := first.differing_field(cache.config):
+                theirs, ours = (getattr(config, field, None) for config in (cache.config, first.config))
+                raise ValueError(f"cache {index} belongs to a model with {field} = {theirs!r}, the first has {ours!r}")
+        joined = []
+        for layers in zip(*(cache.layers for cache in caches), strict=True):
+            layer = type(layers[0])()
+            layer.hold({name: torch.cat([held.states[name] for held in layers]) for name in layers[0].states})
+            joined.append(layer)
+        other = first._with(joined)
+        other.seen_tokens = max(cache.seen_tokens for cache in caches)
+        return other
+
+    def differing_field(self, config: PreTrainedConfig, ignoring: Sequence[str] = ()) -> str | None:
+        """A field, "model_type" first, in which a model of `config` differs from the one that this cache belongs to, so
+        that its states mean something else there; None where they mean the same."""
+        if config is self.config:
+            return None
+        own, other = _meaning(self.config), _meaning(config)
+        differing = (name for name in [*own, *other] if own.get(name) != other.get(name))
+        return next((name for name in differing if name not in ignoring), None)
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> "RecurrentCache":
         """A cache of its own with some of the rows, by index, slice, or a sequence or tensor of indices.
@@ -207,8 +302,12 @@ class RecurrentCache(Cache):
         return self._map(lambda state: state[rows.to(state.device)])
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "RecurrentCache":
+        return self._with([layer.map(function) for layer in self.layers])
+
+    def _with(self, layers: list[RecurrentLayer]) -> "RecurrentCache":
+        """A cache that has seen as much as this one, and holds `layers`."""
         other = copy.copy(self)
-        other.layers = [layer.map(function) for layer in self.layers]
+        other.layers = layers
         return other
 
     def clone(self) -> "RecurrentCache":
@@ -224,18 +323,18 @@ class RecurrentCache(Cache):
         """
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be the floating-point one of a model's weights, got {dtype}")
-        other = copy.copy(self)
-        other.layers = []
+        layers = []
         for layer in self.layers:
-            new = RecurrentLayer()
+            new, states = type(layer)(), {}
             for name, state in layer.states.items():
                 wanted = None
                 if dtype is not None:
                     wanted = torch.promote_types(dtype, torch.float32) if name == "recurrent" else dtype
                     wanted = wanted.to_complex() if state.is_complex() else wanted
-                new.states[name] = state.to(device=device, dtype=wanted, copy=True)
-            other.layers.append(new)
-        return other
+                states[name] = state.to(device=device, dtype=wanted, copy=True)
+            new.hold(states)
+            layers.append(new)
+        return self._with(layers)
 
     def advance(
         self,
@@ -249,10 +348,14 @@ class RecurrentCache(Cache):
         Raises:
             RuntimeError: the states of the first layer are not those from `before` that `states` were computed from.
         """
-        if before is not None and self.layers[0].states is not before:
-            raise RuntimeError("the cache was changed while a model was reading it: it serves one call at a time")
-        for index, (layer, new) in enumerate(zip(self.layers, states, strict=True)):
-            layer.advance(new, calls[index] if calls else None)
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else _ADVANCING:
+            if before is not None and self.layers[0].states is not before:
+                raise RuntimeError("the cache was changed while a model was reading it: it serves one call at a time")
+            for index, (layer, new) in enumerate(zip(self.layers, states, strict=True)):
+                layer.advance(new, calls[index] if calls else None)
+            self._count(num_tokens)
+
+    def _count(self, num_tokens: int) -> None:
         self.seen_tokens += num_tokens
 
     @property
@@ -324,7 +427,7 @@ class RecurrentCache(Cache):
                 )
             states = [layer.states_before(num_tokens) for layer in self.layers]
             for layer, state in zip(self.layers, states, strict=True):
-                layer.states = state
+                layer.hold(state)
             self.seen_tokens -= num_tokens
         for layer in self.layers:
             layer.calls = []
@@ -380,6 +483,8 @@ class RecurrentCache(Cache):
             for name, tensor in tensors.items():
                 _, index, state, *kind = name.split(".")
                 cache.layers[int(index)].states[state] = torch.view_as_complex(tensor) if kind else tensor
+            for layer in cache.layers:
+                layer.hold(layer.states)
         except (KeyError, IndexError, ValueError, RuntimeError) as error:
             raise ValueError(f"{path} is a damaged state file: {error!r}") from None
         own = _meaning(config)
@@ -393,6 +498,50 @@ class RecurrentCache(Cache):
         if len(names) > 1 or len(rows) > 1 or cache.seen_tokens < 0:
             raise ValueError(f"{path} is a damaged state file: its layers do not fit each other")
         return cache
+
+
+class StaticRecurrentCache(RecurrentCache):
+    """
+    A cache whose states stay at their addresses: each call writes over them. Compiled decoding needs that where it is
+    captured in a CUDA graph; `generate(cache_implementation="static")` makes such a cache. It does all that a
+    `RecurrentCache` does, but who keeps its tensors sees them change; copies (`clone`) have addresses of their own.
+
+    It is for decoding: a call that keeps a graph of gradients is refused with a RuntimeError.
+    """
+
+    layer_class = StaticLayer
+
+    def __init__(self, config: PreTrainedConfig):
+        # A tensor beside the states: a step would be captured anew for each value of a number.
+        self._seen = torch.zeros((), dtype=torch.long)
+        super().__init__(config)
+
+    @property
+    def seen_tokens(self) -> int:
+        return int(self._seen)
+
+    @seen_tokens.setter
+    def seen_tokens(self, value: int) -> None:
+        if _can_be_written(self._seen, self._seen):
+            self._seen.fill_(value)
+        else:
+            self._seen = _at_a_fixed_address(torch.full_like(self._seen, value))
+
+    def _count(self, num_tokens: int) -> None:
+        target = self._seen.to(self.layers[0].states["recurrent"].device)
+        if not _can_be_written(self._seen, target):
+            self._seen = _at_a_fixed_address(target)
+        self._seen.add_(num_tokens)
+
+    def _with(self, layers: list[RecurrentLayer]) -> "RecurrentCache":
+        other = super()._with(layers)
+        other._seen = _at_a_fixed_address(self._seen)
+        return other
+
+    def advance(self, states: Sequence[dict[str, Tensor]], *args, **kwargs) -> None:
+        if any(state.requires_grad for layer in states for state in layer.values()):
+            raise RuntimeError("a StaticRecurrentCache is for decoding: call the model under torch.no_grad()")
+        super().advance(states, *args, **kwargs)
 
 
 def _meaning(config: PreTrainedConfig) -> dict:

@@ -91,6 +91,9 @@ class RecurrentConfig(PreTrainedConfig):
         tie_word_embeddings: whether the language-model head is the embedding matrix.
         residual_in_fp32: keep the residual stream in float32 where the weights are narrower. It sums
             2 `num_hidden_layers` terms, and bfloat16 keeps 8 bits of each.
+        learned_initial_state: whether the recurrent state that a text starts from, at the start of each row and of each
+            document packed into it, is a parameter of each layer, which starts as zero; otherwise it is zero. (That of
+            the short convolution is always zero: it stands for tokens that are not there.)
         initializer_range: standard deviation of the initial matrices; None for one that suits their widths
             (`RecurrentPreTrainedModel._init_weights`).
         use_cache: whether the model returns its states unless told otherwise.
@@ -118,6 +121,7 @@ class RecurrentConfig(PreTrainedConfig):
     use_conv_bias: bool = True
     tie_word_embeddings: bool = False
     residual_in_fp32: bool = True
+    learned_initial_state: bool = False
     initializer_range: int | float | None = validated_field(positive_or_none, default=None)
     use_cache: bool = True
     bos_token_id: int | None = None
@@ -156,6 +160,13 @@ class RecurrentConfig(PreTrainedConfig):
         if self.recurrent_size < 1:
             raise ValueError(f"expansion * hidden_size must be at least 1, got {self.expansion} * {self.hidden_size}")
         self.intermediate_size  # noqa: B018  (raises)
+
+    def validate_initial_state(self):
+        """A state to start from belongs to one direction (run by `validate`, as the others)."""
+        if self.learned_initial_state and getattr(self, "bidirectional", False):
+            raise ValueError(
+                "learned_initial_state=True needs bidirectional=False, got True: no state is carried there"
+            )
 
     def validate_labels(self):
         """There must be a class, and a loss for the problem (run by `validate`, as the others)."""

@@ -9,7 +9,7 @@
     f, g       magnitude_activation, which keeps |a_t| to at most 1; phase_activation
     a_t        a = f(alpha_t) exp(i g(beta_t)), one for each row of h       (B, L, heads, d_h or 1)
     h_t        h = a_t h_{t-1} + k_t^T v_t, complex                         (B, L, heads, d_h, d_h)
-    h_0        state["recurrent"], zero at the start                        (B, heads, d_h, d_h)
+    h_0        state["recurrent"]; at the start initial_state               (B, heads, d_h, d_h)
     y_t        Re(q_t h_t)                                                  (B, L, heads, d_h)
     A_tj       Re(q_t (a_{j+1} ... a_t) k_j), `output_attentions=True`      (B, heads, L, L)
 
@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from ..scan import linear_scan
 from .configuration import RecurrentConfig, at_least, kernel_size, positive
-from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State
+from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
 
 MAGNITUDE_ACTIVATIONS = {
@@ -101,6 +101,7 @@ def gate_loop(
     initial_state: Tensor | None = None,
     mask: Tensor | None = None,
     reset: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
     h_t = a_t h_{t-1} + k_t^T v_t and y_t = Re(q_t h_t) in each head (section 3.2).
@@ -111,6 +112,7 @@ def gate_loop(
         a: (B, L, heads, d_k), complex or real; any of these sizes but the heads may be 1.
         initial_state: h_{-1}, (B, heads, d_k, d_v); zero when None.
         mask, reset: (B, L) bool, as `linear_scan` takes them.
+        reset_state: what a document starts from, (heads, d_k, d_v); zero when None.
 
     Returns:
         y, (B, L, heads, d_v), and the final state, (B, heads, d_k, d_v).
@@ -129,7 +131,9 @@ def gate_loop(
         mask, reset = (x if x is None else x.repeat_interleave(heads * rows, dim=0) for x in (mask, reset))
     if initial_state is not None:
         initial_state = initial_state.reshape(state_shape)
-    h, final_state = linear_scan(a, b, initial_state, mask=mask, reset=reset)
+    if reset_state is not None:
+        reset_state = reset_state.expand(batch, -1, -1, -1).reshape(state_shape)
+    h, final_state = linear_scan(a, b, initial_state, mask=mask, reset=reset, reset_state=reset_state)
     if h.is_complex():
         h = h.real
     if columns == 1:
@@ -151,6 +155,7 @@ class GateLoopMixer(nn.Module):
         self.polar = config.transition == "polar"
         self.complex_state = config.complex_transition
         self.state_shapes = {"recurrent": (self.num_heads, self.head_size, self.head_size)}
+        self.initial_state = new_initial_state(config, self.state_shapes["recurrent"], self.complex_state)
 
         self.conv1d = None
         if config.conv_kernel:
@@ -196,7 +201,7 @@ class GateLoopMixer(nn.Module):
         output_attentions: bool | None = None,
     ) -> tuple[Tensor, State] | tuple[Tensor, State, Tensor]:
         """With `output_attentions` (the configuration's when None) also A, (B, heads, L, L): A times v is y, but for
-        what `state` brings into it."""
+        what `state`, or a learned one at the start of a document, brings into it."""
         new_state = {}
         if self.conv1d is not None:
             x, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
@@ -204,7 +209,8 @@ class GateLoopMixer(nn.Module):
         wide = torch.promote_types(qkv.dtype, torch.float32)
         q, k, v = qkv.to(wide).unflatten(-1, (3, self.num_heads, self.head_size)).unbind(2)
         a = self.transitions(x, wide)
-        y, new_state["recurrent"] = gate_loop(q, k, v, a, state.get("recurrent"), mask, reset)
+        before, start = starting_states(self, state, len(x))
+        y, new_state["recurrent"] = gate_loop(q, k, v, a, before, mask, reset, start)
         y = y.flatten(2)
         if self.sub_ln is not None:
             y = self.sub_ln(y)

@@ -28,6 +28,31 @@ from .configuration import RecurrentConfig
 State = dict[str, Tensor]
 
 
+def new_initial_state(config: RecurrentConfig, shape: tuple[int, ...], is_complex: bool = False) -> nn.Parameter | None:
+    """The `initial_state` of a mixer: with `config.learned_initial_state` a parameter of the recurrent state's `shape`,
+    for a complex one with real and imaginary part in a last dimension; None for a state that starts as zero."""
+    if not config.learned_initial_state:
+        return None
+    return nn.Parameter(torch.zeros((*shape, 2) if is_complex else shape))
+
+
+def starting_states(mixer: nn.Module, state: State, batch: int) -> tuple[Tensor | None, Tensor | None]:
+    """
+    Returns:
+        The recurrent state that a call of `mixer` goes on from, (B, ...), and the one that a document starts from,
+        (...); None for zero.
+    """
+    start = mixer.initial_state
+    if start is None:
+        return state.get("recurrent"), None
+    start = start.to(torch.promote_types(start.dtype, torch.float32))
+    if mixer.complex_state:
+        start = torch.view_as_complex(start.contiguous())
+    if "recurrent" in state:
+        return state["recurrent"], start
+    return start.expand(batch, *start.shape).contiguous(), start
+
+
 class RMSNorm(nn.RMSNorm):
     """RMSNorm of a residual stream that may be wider than the weights: computed in the stream's dtype, returned in the
     weights'."""

@@ -10,7 +10,7 @@
     beta_t     sigmoid(dt), inside longhorn_scan                           (B, L, d)
     eps_t      beta_t / (1 + beta_t k_t.k_t): the step of the closed-form solution (theorem 3.1)
     S_t        (1 - eps_t k_t^2) * S_{t-1} + (eps_t x_t) k_t^T             (B, d, m)
-    S_0        state["recurrent"], zero at the start
+    S_0        state["recurrent"]; at the start initial_state
     o_t        S_t q_t + D * x_t, gated by silu(z_t)                       (B, L, d)
 
 The block is Mamba's (in_proj, convolution, selective recurrence, gate, out_proj, and no MLP) without its A and its
@@ -36,7 +36,7 @@ from transformers.utils import can_return_tuple
 from ..scan import longhorn_scan
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, at_least, kernel_size, not_negative, positive
-from .layers import ShortConvolution, State
+from .layers import ShortConvolution, State, new_initial_state, starting_states
 from .model import (
     RecurrentForCausalLM,
     RecurrentForSequenceClassification,
@@ -124,6 +124,7 @@ class LonghornMixer(nn.Module):
         self.widths = (rank, m, m)
         self.bidirectional = config.bidirectional
         self.state_shapes = {} if config.bidirectional else {"recurrent": (size, m)}
+        self.initial_state = new_initial_state(config, (size, m))
         self.in_proj = nn.Linear(config.hidden_size, 2 * size, bias=config.use_bias)
         self.conv1d = self.conv1d_b = None
         for suffix in ("", "_b") if config.bidirectional else ("",):
@@ -143,8 +144,9 @@ class LonghornMixer(nn.Module):
         u = x
         if self.conv1d is not None:
             u, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
+        before, start = starting_states(self, state, len(x))
         o, new_state["recurrent"] = self._recur(
-            u, self.x_proj, self.dt_head, self.D, state.get("recurrent"), mask=mask, reset=reset
+            u, self.x_proj, self.dt_head, self.D, before, mask=mask, reset=reset, reset_state=start
         )
         if self.bidirectional:
             u = x if self.conv1d_b is None else self._convolve_back(x, mask, reset)

@@ -9,7 +9,7 @@
     h~_t       the candidate: hidden, or g(hidden)             candidate="vanilla" or "positive"
     g(u)       u + 0.5 for u >= 0, sigmoid(u) below            appendix B.2.1
     h_t        h = (1 - z_t) h_{t-1} + z_t h~_t                (B, L, recurrent_size)
-    h_0        state["recurrent"], zero at the start           (B, recurrent_size)
+    h_0        state["recurrent"]; at the start initial_state  (B, recurrent_size)
 
 The paper runs its second variant in log-space, so that a product of many gates does not underflow; g is there to keep
 h positive, as a logarithm needs. Here the recurrence runs directly, with its state in float32, and g stays.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..scan import mingru_scan
 from .configuration import RecurrentConfig
-from .layers import ShortConvolution, State
+from .layers import ShortConvolution, State, new_initial_state, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
 
 
@@ -61,6 +61,7 @@ class MinGRUMixer(nn.Module):
         super().__init__()
         self.positive = config.candidate == "positive"
         self.state_shapes = {"recurrent": (config.recurrent_size,)}
+        self.initial_state = new_initial_state(config, self.state_shapes["recurrent"])
         self.conv1d = None
         if config.conv_kernel:
             self.conv1d = ShortConvolution(config.hidden_size, config.conv_kernel, bias=config.use_conv_bias)
@@ -75,8 +76,9 @@ class MinGRUMixer(nn.Module):
         if self.conv1d is not None:
             x, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
         inputs = self.in_proj(x).chunk(self.num_inputs, dim=-1)
+        before, start = starting_states(self, state, len(x))
         h, new_state["recurrent"] = self.scan(
-            *inputs, state.get("recurrent"), positive=self.positive, mask=mask, reset=reset
+            *inputs, before, positive=self.positive, mask=mask, reset=reset, reset_state=start
         )
         return h if self.out_proj is None else self.out_proj(h), new_state
 

@@ -12,7 +12,7 @@
     h~_t       the candidate: hidden, or g(hidden)             candidate="vanilla" or "positive"
     g(u)       u + 0.5 for u >= 0, sigmoid(u) below            appendix B
     h_t        h = f'_t h_{t-1} + i'_t h~_t                    (B, L, recurrent_size)
-    h_0        state["recurrent"], zero at the start           (B, recurrent_size)
+    h_0        state["recurrent"]; at the start initial_state  (B, recurrent_size)
 
 Unlike an LSTM's, its one state is both the cell's and the output: normalising the gates keeps its scale constant over
 time, so neither an output gate nor a tanh is needed. All but the cell is minGRU's.

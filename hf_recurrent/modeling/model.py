@@ -19,7 +19,7 @@ from transformers.utils import can_return_tuple, is_tracing
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache import RecurrentCache, recorded_calls
+from .cache import RecurrentCache, StaticRecurrentCache, recorded_calls
 from .configuration import RecurrentConfig
 from .layers import RecurrentBlock, RMSNorm, ShortConvolution
 
@@ -225,6 +225,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         Transformers calls this for modules that have parameters themselves, of classes outside its package.
         """
         super()._init_weights(module)
+        if getattr(module, "initial_state", None) is not None:
+            init.zeros_(module.initial_state)
         if isinstance(module, ShortConvolution):
             bound = 1 / math.sqrt(module.kernel_size[0])
             init.uniform_(module.weight, -bound, bound)
@@ -273,7 +275,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         The trainable parameters in the groups that this family's paper trains them in, for an optimiser such as
         `torch.optim.AdamW`, or for `Trainer(..., optimizers=(optimizer, None))`.
 
-        Matrices decay; vectors (norms, biases, D) do not, nor what the family names in `undecayed_parameters`.
+        Matrices decay; vectors (norms, biases, D) and learned initial states do not, nor what the family names in
+        `undecayed_parameters`.
 
         Args:
             lr: learning rate.
@@ -297,7 +300,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             if not parameter.requires_grad:
                 continue
             parts = name.split(".")
-            decays = parameter.ndim >= 2 and not set(parts) & set(backbone.undecayed_parameters)
+            decays = parameter.ndim >= 2 and not set(parts) & {"initial_state", *backbone.undecayed_parameters}
             own_rate = recurrence_lr is not None and set(parts) & set(backbone.recurrence_parameters)
             options = {"lr": recurrence_lr if own_rate else lr, "weight_decay": weight_decay if decays else 0.0}
             for part in parts:
@@ -396,13 +399,15 @@ class RecurrentModel(RecurrentPreTrainedModel):
             self._check_cache(past_key_values, batch)
         elif use_cache:
             past_key_values = RecurrentCache(self.config)
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        # Asked for only where it matters: a static cache has it in a tensor, which would stop the compiler.
+        carries_state = past_key_values is not None and past_key_values.batch_size > 0
+        past_length = past_key_values.get_seq_length() if carries_state and attention_mask is not None else 0
         if cu_seq_lens_k is not None and (
             cu_seq_lens_q is None or not is_tracing(cu_seq_lens_k) and not torch.equal(cu_seq_lens_k, cu_seq_lens_q)
         ):
             raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: a recurrence has no keys apart from queries")
         mask = padding_mask(attention_mask, batch, length, past_length)
-        reset = document_starts(position_ids, seq_idx, cu_seq_lens_q, mask, batch, length, past_length > 0)
+        reset = document_starts(position_ids, seq_idx, cu_seq_lens_q, mask, batch, length, carries_state)
 
         hidden_states = self.dropout(inputs_embeds)
         if self.config.residual_in_fp32:
@@ -504,6 +509,12 @@ class RecurrentModel(RecurrentPreTrainedModel):
                     f"past_key_values holds a state of another dtype: layer {index} has {dtype}, "
                     f"{type(self).__name__} in {self.dtype} expects {expected}"
                 )
+        field = cache.differing_field(self.config, ignoring=("num_hidden_layers", "vocab_size"))
+        if field is not None:
+            raise ValueError(
+                f"past_key_values belongs to a model with {field} = {getattr(cache.config, field, None)!r}, "
+                f"{type(self).__name__} has {getattr(self.config, field, None)!r}"
+            )
 
 
 class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
@@ -623,6 +634,11 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs) -> Tensor | None:
+        """The mask that `generate` passes on beside a static cache: a recurrence has no (L, L) one to prepare."""
+        return attention_mask
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
@@ -634,12 +650,14 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         elif generation_config.use_cache is not False:
-            if generation_config.cache_implementation not in (None, "dynamic"):
+            kind = generation_config.cache_implementation
+            if kind not in (None, "dynamic", "static"):
                 raise ValueError(
-                    f"cache_implementation must be None or 'dynamic', got {generation_config.cache_implementation!r}: "
+                    f"cache_implementation must be None, 'dynamic' or 'static', got {kind!r}: "
                     f"{type(self).__name__} has a RecurrentCache, of constant size"
                 )
-            model_kwargs["past_key_values"] = RecurrentCache(self.config)
+            cache_class = StaticRecurrentCache if kind == "static" else RecurrentCache
+            model_kwargs["past_key_values"] = cache_class(self.config)
             if generation_config.is_assistant:
                 model_kwargs["past_key_values"].activate_past_recording()
 

@@ -41,7 +41,7 @@ from ..scan.elementwise import gate, skip_gelu
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, activation, at_least, kernel_size, not_negative, positive, probability
 from .hippo import hippo_normal, lecun_normal
-from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State
+from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
 from .model import (
     IGNORED,
     RecurrentForCausalLM,
@@ -243,6 +243,7 @@ class S5SSM(nn.Module):
         step_rescale: float | None = None,
         timesteps: Tensor | None = None,
         skip: Callable[[Tensor, Tensor, Tensor], Tensor] = _skip,
+        reset_state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
@@ -253,6 +254,7 @@ class S5SSM(nn.Module):
             timesteps: (B, L), the time from the sample before to this one, in units of Delta. The backward scan takes
                 the time to the next sample, 1 at the end, as the authors' code does.
             skip: (C h, x, D) -> y, for a caller that fuses what follows with C h + D x.
+            reset_state: what a document starts from, (P',) complex; zero when None.
 
         Returns:
             y, (B, L, H), and the state after the last real position, None with `bidirectional`.
@@ -270,7 +272,7 @@ class S5SSM(nn.Module):
             for times in _intervals(timesteps.to(dtype), mask, reset)[: 2 if self.config.bidirectional else 1]:
                 a, gain = self.discretize(step * times[..., None])
                 scans.append((a, gain * drive))
-        h, final = linear_scan(*scans[0], state, mask=mask, reset=reset)
+        h, final = linear_scan(*scans[0], state, mask=mask, reset=reset, reset_state=reset_state)
         if not self.config.bidirectional:
             return skip(self._read(h, self.C, x), x, self.D), final
         backward, _ = linear_scan(*scans[1], mask=mask, reset=reset, reverse=True)
@@ -377,6 +379,7 @@ class S5Mixer(nn.Module):
         self.ssm = S5SSM(config)
         if not config.bidirectional:
             self.state_shapes["recurrent"] = (self.ssm.states,)
+        self.initial_state = new_initial_state(config, (self.ssm.states,), is_complex=True)
         self.act_fn = ACT2FN[config.hidden_act]
         self.gelu_is_fused = config.hidden_act == "gelu_pytorch_tanh"
         if config.activation == "full_glu":
@@ -397,7 +400,8 @@ class S5Mixer(nn.Module):
         # One tensor after the SSM in place of four, where nothing but its GELU is needed and that is the default one.
         fused = self.activation != "half_glu2" and self.gelu_is_fused
         skip = (lambda y, x, d: skip_gelu(y, x, d, self.dropout.scale(x))) if fused else _skip
-        y, final_state = self.ssm(x, state.get("recurrent"), mask, reset, **steps, skip=skip)
+        before, start = starting_states(self, state, len(x))
+        y, final_state = self.ssm(x, before, mask, reset, **steps, skip=skip, reset_state=start)
         if final_state is not None:
             new_state["recurrent"] = final_state
         g = y if fused else self.dropout(self.act_fn(y))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import chunked, cpu
-from .ops import check_mask, check_tensor, choose_backend, refuse_forward_mode, step_flags
+from .ops import check_mask, check_reset_state, check_tensor, choose_backend, refuse_forward_mode, step_flags
 from .reference import STATE_DTYPES, linear_scan_loop
 
 CHUNK_ELEMENTS = 1 << 20  # states that the plain form materialises at once: 4 MiB in float32
@@ -244,6 +244,40 @@ torch.library.register_autograd("hf_recurrent::longhorn", _backward, setup_conte
 torch.library.register_autograd("hf_recurrent::longhorn_backward", _no_double_backward)
 
 
+# ---- documents that start from a state ------------------------------------------------------------------------------
+
+
+def _with_starts(x, dt, k, q, mask, reset, start) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """
+    The inputs with m more tokens before each document's first, which write `start`, (D, m), column by column: token j
+    has the key e_j, x = 2 start[:, j] and beta = 1, so that eps is 1/2 and the other columns stay.
+
+    Returns:
+        x, dt, k, q in the state's dtype, mask and reset with these tokens, and where the others are now, (B, L).
+    """
+    (batch, length, channels), m, dtype = x.shape, k.shape[2], STATE_DTYPES[x.dtype]
+    real = torch.ones_like(reset) if mask is None else mask
+    starts = (reset & real).cumsum(1)
+    places = torch.arange(length, device=x.device) + m * starts
+    longer = length + m * int(starts[:, -1:].max()) if x.numel() else length
+
+    def spread(tokens: Tensor, fill: float = 0) -> Tensor:
+        to = places.view(batch, length, *[1] * (tokens.dim() - 2)).expand_as(tokens)
+        return tokens.new_full((batch, longer, *tokens.shape[2:]), fill).scatter(1, to, tokens)
+
+    x, k, q = (spread(tokens.to(dtype)) for tokens in (x, k, q))
+    dt = spread(dt.to(dtype), 50)  # of which the sigmoid is 1
+    mask, dropped = spread(real), spread(torch.zeros_like(reset))
+    rows, columns = (reset & real).nonzero(as_tuple=True)
+    new = places[rows, columns, None] - m + torch.arange(m, device=x.device)  # (starts, m)
+    at = rows[:, None].expand_as(new), new
+    x = x.index_put(at, 2 * start.to(dtype).T.expand(len(new), m, channels))
+    k = k.index_put(at, torch.eye(m, dtype=dtype, device=x.device).expand(len(new), m, m))
+    mask = mask.index_put(at, torch.ones_like(new, dtype=torch.bool))
+    dropped[rows, new[:, 0]] = True
+    return [x, dt, k, q], mask, dropped, places
+
+
 # ---- the function ---------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +292,7 @@ def longhorn_scan(
     reset: Tensor | None = None,
     reverse: bool = False,
     backend: str | None = None,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Longhorn's recurrence and readout (arXiv 2407.14207, section 3.2):
 
@@ -270,6 +305,8 @@ def longhorn_scan(
         k, q: keys and queries, (B, L, m), shared by all channels.
         initial_state: S_{-1}, (B, D, m); zero when absent.
         mask, reset, reverse: as for `linear_scan`; at padding, o reads the unchanged state.
+        reset_state: the state that documents start from, (D, m); zero when absent. Not with `reverse`. Each start costs
+            as much as m tokens.
         backend: "reference", "chunked" or "cpu"; None picks the fastest that can run. There is no CUDA kernel for this
             cell: on CUDA tensors it runs chunked.
 
@@ -308,6 +345,12 @@ def longhorn_scan(
             )
         initial_state = initial_state.to(STATE_DTYPES[dtype])
     x, dt, k, q = (tensor.to(dtype) for tensor in (x, dt, k, q))
+    if reset_state is not None:
+        check_reset_state(reset_state, ((x.shape[2], k.shape[2]),), x, reverse, may_be_complex=False)
+        if reset is not None:
+            inputs, mask, reset, places = _with_starts(x, dt, k, q, mask, reset, reset_state)
+            o, state = longhorn_scan(*inputs, initial_state, mask=mask, reset=reset, backend=backend)
+            return o.gather(1, places[..., None].expand_as(x)).to(dtype), state
     backend = "chunked" if backend is None and x.device.type == "cuda" else choose_backend(backend, x.device)
     if backend == "cuda":
         raise ValueError("backend 'cuda' has no Longhorn kernel; 'chunked' runs on CUDA tensors")

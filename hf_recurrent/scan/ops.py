@@ -251,6 +251,17 @@ def check_mask(name: str, x: Tensor | None, like: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device}, expected {like.device} as the inputs")
 
 
+def check_reset_state(x: Tensor, shapes: tuple, like: Tensor, reverse: bool, may_be_complex: bool) -> None:
+    """Raises TypeError or ValueError where x is not a `reset_state` of one of `shapes` for `like`."""
+    check_tensor("reset_state", x, like)
+    if x.shape not in shapes:
+        raise ValueError(f"reset_state must have the shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}")
+    if x.is_complex() and not may_be_complex:
+        raise TypeError(f"reset_state is {x.dtype}, but the inputs are real")
+    if reverse:
+        raise ValueError("reset_state goes with reverse=False: backwards, a document starts at its last token")
+
+
 def scan(
     cell: Cell,
     inputs: dict[str, Tensor],
@@ -259,6 +270,7 @@ def scan(
     reset: Tensor | None,
     reverse: bool,
     backend: str | None,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The common path of all public scans: checks, promotes, picks the backend, calls the operator. `inputs` by their
     names; the last one has the full shape (B, L, D), the others broadcast to it."""
@@ -289,6 +301,23 @@ def scan(
         initial_state = initial_state.to(state_dtype).resolve_conj().resolve_neg()
     check_mask("mask", mask, last)
     check_mask("reset", reset, last)
+    if reset_state is not None:
+        check_reset_state(reset_state, ((channels,), (batch, channels)), last, reverse, state_dtype.is_complex)
+        if reset is not None:
+            drop = (reset if mask is None else reset & mask)[..., None]
+            a, b = (x.to(state_dtype) for x in cell.coefficients(*tensors))
+            # Where no document starts a may be anything, which a product with 0 would let into the gradients.
+            start = reset_state.to(state_dtype) if reset_state.dim() == 1 else reset_state.to(state_dtype)[:, None]
+            h, final_state = scan(
+                LINEAR,
+                {"a": a, "b": b + torch.where(drop, a, 0) * start},
+                initial_state,
+                mask,
+                reset,
+                reverse,
+                backend,
+            )
+            return h.to(dtype), final_state
     backend = choose_backend(backend, last.device)
     if backend == "reference":
         a, b = cell.coefficients(*tensors)
@@ -312,6 +341,7 @@ def linear_scan(
     reset: Tensor | None = None,
     reverse: bool = False,
     backend: str | None = None,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The linear recurrence h_t = a_t h_{t-1} + b_t over time, elementwise over channels.
 
@@ -320,7 +350,7 @@ def linear_scan(
         h = initial_state
         for t in range(L):
             if mask[t]:
-                h = a[t] * (0 if reset[t] else h) + b[t]
+                h = a[t] * (reset_state if reset[t] else h) + b[t]
             outputs[t] = h
         final_state = h
 
@@ -333,6 +363,7 @@ def linear_scan(
         reverse: from the last position to the first, h_t = a_t h_{t+1} + b_t. `initial_state` is then the state after
             the last position and `final_state` the one at the first. `reset` still marks first tokens: the state is
             dropped on the step from a document's first token to the position before it.
+        reset_state: the state that documents start from, (D,) or (B, D); zero when absent. Not with `reverse`.
         backend: "reference" (the loop), "chunked" (plain PyTorch, any device), "cpu" or "cuda" (compiled); None picks
             the fastest that can run.
 
@@ -346,7 +377,7 @@ def linear_scan(
         ValueError: shapes or devices that do not fit; an unknown backend.
         BackendUnavailable: the named backend cannot run here (the message says why).
     """
-    return scan(LINEAR, {"a": a, "b": b}, initial_state, mask, reset, reverse, backend)
+    return scan(LINEAR, {"a": a, "b": b}, initial_state, mask, reset, reverse, backend, reset_state)
 
 
 def mingru_scan(
@@ -359,6 +390,7 @@ def mingru_scan(
     reset: Tensor | None = None,
     reverse: bool = False,
     backend: str | None = None,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The minGRU cell, fused with its recurrence: h_t = (1 - z_t) h_{t-1} + z_t c_t (arXiv 2410.01201, section 3.1).
 
@@ -366,7 +398,7 @@ def mingru_scan(
         hidden: pre-activation of the candidate c, (B, L, D): c = hidden, or with `positive` (the log-space variant,
             appendix B) c = g(hidden), g(x) = x + 0.5 for x >= 0 and sigmoid(x) below.
         gate: pre-activation of the update gate, (B, L, D): z = sigmoid(gate).
-        initial_state, mask, reset, reverse, backend: as for `linear_scan`; real only.
+        initial_state, mask, reset, reset_state, reverse, backend: as for `linear_scan`; real only.
 
     Returns:
         h, (B, L, D), and final_state, (B, D), as `linear_scan` does.
@@ -376,7 +408,7 @@ def mingru_scan(
     """
     _check_real_and_alike(hidden=hidden, gate=gate)
     cell = MINGRU_POSITIVE if positive else MINGRU_VANILLA
-    return scan(cell, {"hidden": hidden, "gate": gate}, initial_state, mask, reset, reverse, backend)
+    return scan(cell, {"hidden": hidden, "gate": gate}, initial_state, mask, reset, reverse, backend, reset_state)
 
 
 def minlstm_scan(
@@ -390,6 +422,7 @@ def minlstm_scan(
     reset: Tensor | None = None,
     reverse: bool = False,
     backend: str | None = None,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The minLSTM cell, fused with its recurrence: h_t = f' h_{t-1} + i' c_t with the gates f = sigmoid(forget) and
     i = sigmoid(input) normalised to f' = f / (f + i), i' = i / (f + i) (arXiv 2410.01201, section 3.2).
@@ -397,7 +430,7 @@ def minlstm_scan(
     Args:
         hidden: pre-activation of the candidate c, (B, L, D), as for `mingru_scan`.
         forget, input: pre-activations of the two gates, (B, L, D).
-        positive, initial_state, mask, reset, reverse, backend: as for `mingru_scan`.
+        positive, initial_state, mask, reset, reset_state, reverse, backend: as for `mingru_scan`.
 
     Returns:
         h, (B, L, D), and final_state, (B, D), as `linear_scan` does.
@@ -408,7 +441,7 @@ def minlstm_scan(
     _check_real_and_alike(hidden=hidden, forget=forget, input=input)
     cell = MINLSTM_POSITIVE if positive else MINLSTM_VANILLA
     inputs = {"hidden": hidden, "forget": forget, "input": input}
-    return scan(cell, inputs, initial_state, mask, reset, reverse, backend)
+    return scan(cell, inputs, initial_state, mask, reset, reverse, backend, reset_state)
 
 
 def _check_real_and_alike(**inputs: Tensor) -> None:

@@ -37,6 +37,7 @@ VARIANTS = {
         "tie_word_embeddings": True,
         "hidden_act": "silu",
         "hidden_dropout": 0.1,
+        "learned_initial_state": True,
     },
 }
 
@@ -70,11 +71,15 @@ each_head = pytest.mark.parametrize("auto_class, config", HEADS.values(), ids=HE
 
 
 def causal_lm(config, dtype: torch.dtype = torch.float64, seed: int = 0):
-    """A fresh language model in evaluation mode, whose embeddings are wide enough for texts that vary."""
+    """A fresh language model in evaluation mode, whose embeddings are wide enough for texts that vary, and whose
+    initial states, where they are learned, have been."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(4)
+        for name, parameter in model.named_parameters():
+            if name.endswith("initial_state"):
+                parameter.normal_()
     return model.to(dtype).eval()
 
 

@@ -2,11 +2,12 @@
 
 import copy
 import pickle
+import threading
 from dataclasses import fields
 
 import pytest
 import torch
-from families import causal_lm, each_family, each_variant, states, token_ids
+from families import FIRST, causal_lm, each_family, each_variant, states, token_ids
 from safetensors.torch import save_file
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -321,6 +322,100 @@ def test_two_calls_at_once_are_refused(model, config):
     with pytest.raises(RuntimeError, match="changed while a model was reading it"):
         model(token_ids(config, 3, 2), past_key_values=cache)
     assert cache.get_seq_length() == 6
+
+
+@each_family
+@torch.no_grad()
+def test_two_threads_at_once(model, config):
+    """Whoever ends first has the cache; the other is told, and changes nothing."""
+    cache, errors = filled(model), []
+    both_inside = threading.Barrier(2, timeout=60)
+    hook = model.model.layers[0].mixer.register_forward_hook(lambda *_: both_inside.wait() and None)
+
+    def work(length):
+        try:
+            with torch.no_grad():
+                model(token_ids(config, 3, length), past_key_values=cache)
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(length,)) for length in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hook.remove()
+    assert len(errors) == 1 and "it serves one call at a time" in str(errors[0])
+    read = cache.get_seq_length() - 5
+    other = filled(model)
+    model(token_ids(config, 3, read), past_key_values=other)
+    assert read in (2, 3) and equal(cache, other)
+
+
+@each_family
+def test_copies_of_a_cache_with_a_graph(model, config):
+    """Deep copies and pickles hold the values alone; a clone stays in the graph; `detach` leaves it."""
+    cache = model(token_ids(config, 2, 4), use_cache=True).past_key_values
+    cache.activate_past_recording()
+    model(token_ids(config, 2, 3), past_key_values=cache)
+    deep, pickled = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    layer, output = copy.deepcopy(cache.layers[0]), copy.deepcopy({"past_key_values": cache})["past_key_values"]
+    for other in (deep, pickled, output, cache.detach()):
+        assert equal(other, cache) and not any(state.requires_grad for state in states(other))
+        assert other.get_seq_length() == 7
+    assert not any(state.requires_grad for state in layer.states.values())
+    assert all(state.requires_grad for state in states(cache) + states(cache.clone()))
+    deep.crop(-3)
+    assert deep.get_seq_length() == 4
+    call = copy.deepcopy(cache.layers[0].calls[0])
+    assert torch.equal(call.x, cache.layers[0].calls[0].x) and not call.x.requires_grad
+
+
+@each_family
+@torch.no_grad()
+def test_concatenation(model, config):
+    one, three = filled(model, batch=1, length=7), filled(model)
+    joined = RecurrentCache.concatenate([one, three])
+    assert joined.batch_size == 4 and joined.get_seq_length() == 7
+    assert equal(joined[1:], three) and equal(joined[0], one)
+    text = token_ids(config, 4, 2)
+    got = model(text, past_key_values=joined).logits
+    for rows, cache in ((slice(0, 1), one), (slice(1, 4), three)):
+        torch.testing.assert_close(got[rows], model(text[rows], past_key_values=cache).logits, rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match="there is no cache to concatenate"):
+        RecurrentCache.concatenate([])
+    with pytest.raises(ValueError, match="cache 1 is empty"):
+        RecurrentCache.concatenate([one, RecurrentCache(config)])
+    options = {field.name: getattr(config, field.name) for field in fields(config)}
+    other = filled(causal_lm(type(config)(**{**options, "norm_eps": 0.5})))
+    with pytest.raises(ValueError, match="cache 1 belongs to a model with norm_eps = 0.5, the first has 1e-0"):
+        RecurrentCache.concatenate([one, other])
+
+
+@torch.no_grad()
+def test_a_cache_of_another_family_with_the_same_shapes():
+    minlstm, mingru = (causal_lm(FIRST[name][0](**FIRST[name][1])) for name in ("minlstm", "mingru"))
+    cache = filled(minlstm)
+    before = cache.clone()
+    with pytest.raises(ValueError, match="belongs to a model with model_type = 'minlstm', MinGRUModel has 'mingru'"):
+        mingru(token_ids(mingru.config, 3, 2), past_key_values=cache)
+    vanilla = causal_lm(type(mingru.config)(**{**FIRST["mingru"][1], "candidate": "vanilla"}))
+    with pytest.raises(ValueError, match="belongs to a model with candidate = 'vanilla', MinGRUModel has 'positive'"):
+        mingru(token_ids(mingru.config, 3, 2), past_key_values=filled(vanilla))
+    assert equal(cache, before) and cache.get_seq_length() == 5
+
+
+@each_family
+@torch.no_grad()
+def test_offloading(model, config):
+    """There and back: the same bits, in memory of their own."""
+    cache = filled(model)
+    away = cache.to("cpu")
+    back = away.to(model.device)
+    assert equal(back, cache) and back.get_seq_length() == 5
+    assert not {x.data_ptr() for x in states(away)} & {x.data_ptr() for x in states(cache)}
+    text = token_ids(config, 3, 2)
+    assert torch.equal(model(text, past_key_values=back).logits, model(text, past_key_values=cache).logits)
 
 
 @each_family

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from hf_recurrent import RecurrentCache
+from hf_recurrent import RecurrentCache, StaticRecurrentCache
 
 # More of them, for each family: HF_RECURRENT_PROGRAMS=1000 python -m pytest tests/modeling/test_cache_programs.py
-PROGRAMS = int(os.environ.get("HF_RECURRENT_PROGRAMS", "8"))
+PROGRAMS = int(os.environ.get("HF_RECURRENT_PROGRAMS", "6"))
 ROWS = 4
 PROBE = 7  # the token after which logits are compared
 
@@ -23,10 +23,11 @@ class CacheProgram(RuleBasedStateMachine):
     """`columns` mirrors the cache: one list per column fed, with each row's token, or None where it is padding."""
 
     model: torch.nn.Module  # set by the test
+    cache_class: type[RecurrentCache]
 
     def __init__(self):
         super().__init__()
-        self.cache = RecurrentCache(self.model.config)
+        self.cache = self.cache_class(self.model.config)
         self.rows = 2
         self.columns: list[list[int | None]] = []
         self.calls: list[int] = []  # the lengths of those recorded
@@ -103,7 +104,7 @@ class CacheProgram(RuleBasedStateMachine):
     def through_a_file(self):
         with tempfile.TemporaryDirectory() as folder:
             self.cache.save(Path(folder) / "state.safetensors")
-            self.cache = RecurrentCache.load(Path(folder) / "state.safetensors", self.model.config)
+            self.cache = self.cache_class.load(Path(folder) / "state.safetensors", self.model.config)
         self.recording, self.calls = False, []
 
     @precondition(lambda self: self.columns)
@@ -137,11 +138,12 @@ class CacheProgram(RuleBasedStateMachine):
             torch.testing.assert_close(got[row], want, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("cache_class", [RecurrentCache, StaticRecurrentCache])
 @pytest.mark.parametrize("name", FIRST)
-def test_programs(name):
+def test_programs(name, cache_class):
     config_class, options = FIRST[name]
-    model = causal_lm(config_class(**options))
-    program = type("Program", (CacheProgram,), {"model": model})
+    model = causal_lm(config_class(**options, learned_initial_state=cache_class is StaticRecurrentCache))
+    program = type("Program", (CacheProgram,), {"model": model, "cache_class": cache_class})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     with torch.no_grad():
         run_state_machine_as_test(

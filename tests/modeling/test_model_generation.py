@@ -194,8 +194,8 @@ def test_a_finished_row_waits_for_the_others(config):
 def test_bad_requests_are_refused(config):
     model = causal_lm(config)
     input_ids = token_ids(config, 1, 6)
-    with pytest.raises(ValueError, match="cache_implementation must be None or 'dynamic', got 'static'"):
-        model.generate(input_ids, cache_implementation="static", **NEW)
+    with pytest.raises(ValueError, match="cache_implementation must be None, 'dynamic' or 'static', got 'offloaded'"):
+        model.generate(input_ids, cache_implementation="offloaded", **NEW)
     with pytest.raises(TypeError, match="must be a RecurrentCache, got a DynamicCache"):
         model.generate(input_ids, past_key_values=DynamicCache(), **NEW)
     with pytest.raises(ValueError, match=r"input_ids is empty, with the shape \(1, 0\): a prompt has a token or more"):
