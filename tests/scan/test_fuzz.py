@@ -77,7 +77,8 @@ def test_scans(problem, cell, dtype, backend, constant):
     scan, count = oracle.CELLS.get(cell, (oracle.linear, 2))
     inputs = [3 * oracle.random(*shape, dtype=dtype) for _ in range(count)]
     if cell == "linear":
-        kept = constant or (1, 1, 1)
+        # The gradient of a constant is a sum over all positions: of many, it leaves float16's range.
+        kept = (1, 1, 1) if constant is None or (dtype == torch.float16 and shape[1] > 80) else constant
         inputs[0] = oracle.coefficients(*(n if keep else 1 for n, keep in zip(shape, kept, strict=True)), dtype=dtype)
     inputs = [laid_out(x, layout) for x, layout in zip(inputs, layouts, strict=False)]
     state = None
