@@ -80,6 +80,8 @@ def test_scans(problem, cell, dtype, backend, constant):
         # The gradient of a constant is a sum over all positions: of many, it leaves float16's range.
         kept = (1, 1, 1) if constant is None or (dtype == torch.float16 and shape[1] > 80) else constant
         inputs[0] = oracle.coefficients(*(n if keep else 1 for n, keep in zip(shape, kept, strict=True)), dtype=dtype)
+        if not kept[1]:  # of modulus one it would add up all positions, and all of their rounding errors
+            inputs[0] *= 0.99
     inputs = [laid_out(x, layout) for x, layout in zip(inputs, layouts, strict=False)]
     state = None
     if with_state:
