@@ -5,6 +5,7 @@ from .startup import quiet_interrupt
 with quiet_interrupt():
     from .modeling import (
         FAMILIES,
+        ContinuousBatcher,
         GateLoopConfig,
         GateLoopForCausalLM,
         GateLoopForSequenceClassification,
@@ -39,6 +40,7 @@ with quiet_interrupt():
 __version__ = "0.1.0"  # a literal: pyproject.toml reads it from the source text
 
 __all__ = [
+    "ContinuousBatcher",
     "FAMILIES",
     "GateLoopConfig",
     "GateLoopForCausalLM",

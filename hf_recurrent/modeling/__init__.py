@@ -12,6 +12,7 @@ from transformers import (
 # From its module: `transformers.AutoImageProcessor` of 5.17 is a placeholder where there is no torchvision.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from .batching import ContinuousBatcher
 from .cache import RecurrentCache, StaticRecurrentCache
 from .configuration import RecurrentConfig
 from .gateloop import GateLoopConfig, GateLoopForCausalLM, GateLoopForSequenceClassification, GateLoopModel
@@ -76,6 +77,7 @@ for config_class, model_classes in FAMILIES.items():
 AutoImageProcessor.register(LonghornConfig, image_processor_classes={"pil": LonghornImageProcessor}, exist_ok=True)
 
 __all__ = [
+    "ContinuousBatcher",
     "FAMILIES",
     "GateLoopConfig",
     "GateLoopForCausalLM",

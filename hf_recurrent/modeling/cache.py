@@ -257,7 +257,7 @@ class RecurrentCache(Cache):
 
     @staticmethod
     def concatenate(caches: Sequence["RecurrentCache"]) -> "RecurrentCache":
-        """The rows of all `caches` in one, in their order. Rows that have seen fewer tokens than others count as padded.
+        """The rows of all `caches` in one, in order; those that have seen fewer tokens than others count as padded.
         What is recorded stays behind.
 
         Raises:

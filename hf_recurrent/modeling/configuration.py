@@ -164,9 +164,7 @@ class RecurrentConfig(PreTrainedConfig):
     def validate_initial_state(self):
         """A state to start from belongs to one direction (run by `validate`, as the others)."""
         if self.learned_initial_state and getattr(self, "bidirectional", False):
-            raise ValueError(
-                "learned_initial_state=True needs bidirectional=False, got True: no state is carried there"
-            )
+            raise ValueError("learned_initial_state=True needs bidirectional=False: nothing is carried on there")
 
     def validate_labels(self):
         """There must be a class, and a loss for the problem (run by `validate`, as the others)."""

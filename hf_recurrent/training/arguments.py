@@ -149,6 +149,14 @@ class TrainArguments:
         None, "Precision of the forward pass (default: what `accelerate launch` was told, else no)."
     )
     seed: int = option(0, "Seed of initialisation, shuffling and dropout.")
+    bptt_chunk: int | None = option(
+        None,
+        "Truncated backpropagation through time: read each row in chunks of so many tokens, each from the state that "
+        "the one before it left. Takes the memory of one chunk (default: rows as a whole).",
+    )
+    bptt_carry_gradients: bool = option(
+        False, "Let gradients flow through the state into the chunks before: those of the whole row, at its memory."
+    )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass, to save memory.")
     compile: bool = option(False, "Compile the model by torch.compile.")
     cpu: bool = option(False, "Train on the CPU even where there is an accelerator.")
@@ -160,7 +168,7 @@ class TrainArguments:
 
     def __post_init__(self):
         require(self, "max_steps", "batch_size", "gradient_accumulation_steps", "log_steps", at_least=1)
-        require(self, "eval_rows", "keep_checkpoints", at_least=1)
+        require(self, "eval_rows", "keep_checkpoints", "bptt_chunk", at_least=1)
         require(self, "num_epochs", "max_minutes", above=0)
         require(self, "learning_rate", above=0, at_most=1e38)  # float32's range
         require(self, "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_steps", at_least=0)
@@ -168,6 +176,8 @@ class TrainArguments:
         require(self, "adam_beta1", "adam_beta2", at_least=0, below=1)
         require(self, "adam_epsilon", at_least=1e-37)  # below, it is 0 in float32, and AdamW divides by it
         require(self, "seed", at_least=0, at_most=2**31 - 1)
+        if self.bptt_carry_gradients and self.bptt_chunk is None:
+            raise ValueError("--bptt-carry-gradients belongs to --bptt-chunk, which is not given")
         if self.overwrite and self.resume:
             raise ValueError("--overwrite and --resume cannot both be given")
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..files import saving, write_whole
 from ..messages import counted, first_line
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
+from .bptt import backward_in_chunks
 from .data import (
     IGNORED,
     Corpus,
@@ -91,6 +92,9 @@ class Run:
         self.arguments = (model_args, data_args, train_args)
         if train_args.output_dir is None:
             train_args.output_dir = f"runs/{model_args.model_type or 'mingru'}"
+        chunk, length = train_args.bptt_chunk or 0, data_args.sequence_length
+        if chunk > length:
+            raise ValueError(f"--bptt-chunk must be at most --sequence-length {length}, got {chunk}")
         self.folder = RunFolder(train_args.output_dir)
         self.folder.check(overwrite=train_args.overwrite, resume=train_args.resume)
         self.accelerator = Accelerator(mixed_precision=train_args.mixed_precision, cpu=train_args.cpu)
@@ -273,6 +277,12 @@ class Run:
         total = torch.zeros((), device=self.accelerator.device)
         for number, batch in enumerate(batches):
             last = number == passes - 1
+            if self.args.bptt_chunk is not None:
+                chunk, carry_gradients = self.args.bptt_chunk, self.args.bptt_carry_gradients
+                total += backward_in_chunks(
+                    self.accelerator, self.model, batch, targets, chunk, carry_gradients, synchronise=last
+                )
+                continue
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 loss = self.model(**batch, num_items_in_batch=targets, use_cache=False).loss
                 # Gradients are averaged over processes, and the sum is wanted.

@@ -1,0 +1,94 @@
+"""Requests that join and leave a batch: each has its own tokens, whatever the others do."""
+
+import pytest
+import torch
+from families import causal_lm, each_family, token_ids
+
+from hf_recurrent import ContinuousBatcher
+
+
+def alone(model, prompt, max_new_tokens, **options):
+    """What `generate` gives a prompt by itself."""
+    ids = torch.tensor([prompt])
+    return model.generate(ids, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0, **options)[
+        0, ids.shape[1] :
+    ].tolist()
+
+
+def prompts(config, lengths):
+    return [token_ids(config, 1, length, seed=seed)[0].tolist() for seed, length in enumerate(lengths)]
+
+
+@each_family
+@pytest.mark.parametrize("max_rows, chunk", [(1, 100), (3, 4), (8, 1)])
+def test_each_request_has_its_own_greedy_tokens(config, max_rows, chunk):
+    model = causal_lm(config)
+    batcher = ContinuousBatcher(model, max_rows=max_rows, prefill_chunk_size=chunk)
+    texts, numbers = prompts(config, [3, 11, 1, 6, 9, 2]), [9, 4, 1, 12, 3, 7]
+    eos = alone(model, texts[3], 12)[5]
+    requests = [batcher.submit(text, number) for text, number in zip(texts[:3], numbers, strict=False)]
+    streamed = {}
+    for step in range(200):
+        if step == 2:
+            requests.append(batcher.submit(torch.tensor(texts[3]), numbers[3], eos_token_id=eos))
+        if step == 5:
+            requests += [batcher.submit(text, number) for text, number in zip(texts[4:], numbers[4:], strict=True)]
+        for request, token in batcher.step():
+            streamed.setdefault(request.id, []).append(token)
+        assert len(batcher.running) <= max_rows
+        assert batcher.cache is None or batcher.cache.batch_size == len(batcher.running)
+    assert not batcher.running and not batcher.waiting and batcher.cache is None
+    for index, (request, text, number) in enumerate(zip(requests, texts, numbers, strict=True)):
+        options = {"eos_token_id": eos} if index == 3 else {}
+        assert request.id == index and request.finished
+        assert request.tokens == streamed[index] == alone(model, text, number, **options)
+    assert requests[3].tokens[-1] == eos and len(requests[3].tokens) <= 6
+
+
+@each_family
+def test_cancelling(config):
+    model = causal_lm(config)
+    batcher = ContinuousBatcher(model, max_rows=2, prefill_chunk_size=3)
+    texts = prompts(config, [4, 5, 8, 3])
+    first, second, third, fourth = (batcher.submit(text, 8) for text in texts)
+    order = []
+    for request, _ in batcher:
+        order.append(request.id)
+        if len(order) == 5:
+            batcher.cancel(first)
+            cancelled = len(first.tokens)
+            batcher.step()  # a piece of the third one's prompt
+            batcher.cancel(third)
+    assert len(first.tokens) == cancelled < 8 and first.finished and third.tokens == []
+    assert second.tokens[: len(first.tokens)] and second.tokens == alone(model, texts[1], 8)
+    assert fourth.tokens == alone(model, texts[3], 8)
+    batcher.cancel(fourth)
+    assert len(fourth.tokens) == 8 and list(batcher) == []
+
+
+@each_family
+def test_requests_that_cannot_be(config):
+    model = causal_lm(config)
+    with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
+        ContinuousBatcher(model, max_rows=0)
+    with pytest.raises(ValueError, match="prefill_chunk_size must be at least 1, got -1"):
+        ContinuousBatcher(model, prefill_chunk_size=-1)
+    batcher = ContinuousBatcher(model)
+    for ids in ([], [[1, 2]], [0.5]):
+        with pytest.raises(ValueError, match=r"input_ids must be integers of the shape \(length,\), at least one"):
+            batcher.submit(ids)
+    with pytest.raises(IndexError, match="the token id 61, outside the vocabulary of 61"):
+        batcher.submit([1, 61])
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        batcher.submit([1], 0)
+    assert not batcher.waiting and batcher.step() == []
+
+
+def test_transformers_own_batching_still_takes_no_recurrent_model():
+    """docs/continuous_batching.md says what stands in its way. Should this fail, it has moved."""
+    from families import FIRST
+    from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+
+    config_class, options = FIRST["mingru"]
+    with pytest.raises((ValueError, KeyError), match="linear_attention"):
+        group_layers_by_attn_type(config_class(**options))
