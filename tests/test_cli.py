@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import hf_recurrent
 from hf_recurrent import cli
+from hf_recurrent.cli import generate
 from hf_recurrent.training.tokenizer import byte_tokenizer
 
 
@@ -173,6 +174,63 @@ def test_a_prompt_after_a_state_and_from_standard_input(run, model, tmp_path, mo
     assert second == run(*flags, "--prompt", first.removesuffix("\n") + ", and").removeprefix(first.removesuffix("\n"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     assert "standard input is not UTF-8 text (byte 0)" in run(*flags, "--prompt", "-", status=2)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert "tokenises to nothing" in run(*flags, "--prompt", "-", status=2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_standard_input_of_any_length(run, model, tmp_path, monkeypatch, stream):
+    """It is read in pieces, of which no more than two are held; the text goes on as if it had come at once."""
+    flags = ["generate", "--model", model, "--temperature", 0, "--max-new-tokens", 6, *(["--stream"] if stream else [])]
+    text = "".join(f"def fé{n}(x):\n    return {n}\n\n" for n in range(40)) + "x" * 300 + " y\n"
+    whole = run(*flags, "--prompt", text, "--state-out", tmp_path / "whole")
+    monkeypatch.setattr("hf_recurrent.cli.generate.PIECE", 64)
+    monkeypatch.setattr("hf_recurrent.cli.generate.PREFILL_TOKENS", 8)
+    fed = []
+    read = generate._read
+
+    def counted(model, ids, cache):
+        fed.append(len(ids))
+        read(model, ids, cache)
+
+    monkeypatch.setattr("hf_recurrent.cli.generate._read", counted)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert run(*flags, "--prompt", "-", "--state-out", tmp_path / "pieces") == whole
+    assert len(fed) > len(text) / 64 - 2 and max(fed) <= 2 * 64 + 1
+    load = hf_recurrent.RecurrentCache.load
+    config = AutoModelForCausalLM.from_pretrained(model).config
+    one, other = (load(tmp_path / name, config) for name in ("whole", "pieces"))
+    assert one.get_seq_length() == other.get_seq_length() > len(text)
+    more = [*flags, "--prompt", "-", "--state-out", tmp_path / "again"]
+    outputs = []
+    for name in ("whole", "pieces"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"and\xc3\xa9 then")))
+        outputs.append(run(*more, "--state-in", tmp_path / name))
+    assert outputs[0] == outputs[1] and "ané then"[2:] in outputs[0]
+    assert load(tmp_path / "again", config).get_seq_length() > one.get_seq_length() + 6
+
+
+def test_standard_input_that_ends_inside_a_character(monkeypatch):
+    monkeypatch.setattr("hf_recurrent.cli.generate.PIECE", 4)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"abc\xc3\xa9 def \xc3")))
+    with pytest.raises(cli.parser.CommandLineError, match=r"standard input is not UTF-8 text \(byte 10\)"):
+        list(generate._standard_input(echo=False))
+
+
+def test_standard_input_is_followed(model, tmp_path):
+    """A line is printed when it has come, not when all has."""
+    command = [sys.executable, "-m", "hf_recurrent", "generate", "--model", str(model), "--temperature", "0", "--cpu"]
+    env = os.environ | {"PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(
+        [*command, "--prompt", "-", "--stream", "--max-new-tokens", "2"], env=env, **pipes
+    ) as process:
+        for line in (b"def f(x):\n", b"    return x\n"):
+            process.stdin.write(line)
+            process.stdin.flush()
+            assert process.stdout.read(len(line)) == line
+        process.stdin.close()
+        assert process.stdout.read() != b"" and process.wait() == 0
 
 
 def test_states_that_cannot_be(run, model, tmp_path):

@@ -1,13 +1,17 @@
 """`hf-recurrent generate`: continue a prompt, or the text whose state a file holds."""
 
 import argparse
+import codecs
 import json
+import re
 import sys
+from collections.abc import Iterator
 
 from ..messages import first_line, within_memory
 from .parser import LARGEST, CommandLineError, Parser, add_model_flags, check_writable, load_model_and_tokenizer, number
 
 PREFILL_TOKENS = 4096  # of a long prompt, read at once
+PIECE = 1 << 16  # characters of standard input after which what has come is tokenised and read
 
 
 def _temperature(text: str) -> float:
@@ -34,11 +38,16 @@ examples:
   hf-recurrent generate --model runs/mingru --prompt "class " --num-beams 4
   hf-recurrent generate --model runs/mingru --prompt - --state-out book.state < book.txt
   hf-recurrent generate --model runs/mingru --state-in book.state --prompt "And then" --stream
+  tail -n +1 -f log --pid $! | hf-recurrent generate --model runs/log --prompt - --stream --state-out log.state
 """,
     )
     add = parser.add_argument
     add_model_flags(parser, "generate")
-    add("--prompt", metavar="TEXT", help="text to continue; - reads it from standard input")
+    add(
+        "--prompt",
+        metavar="TEXT",
+        help="text to continue; - follows standard input to its end, of any length, and prints it as it is read",
+    )
     add(
         "--state-in",
         metavar="FILE",
@@ -88,27 +97,33 @@ def run(argv: list[str]) -> int:
     cache, unread = RecurrentCache(model.config), []
     if args.state_in is not None:
         cache, unread = _load_state(args.state_in, model.config, model.device)
-    prompt = _standard_input() if args.prompt == "-" else args.prompt or ""
-    ids = tokenizer(prompt, add_special_tokens=args.state_in is None)["input_ids"]
+    prompt, special = args.prompt or "", args.state_in is None
+    if prompt == "-":
+        prompt = ""
+        for piece in _pieces(_standard_input(echo=args.stream)):
+            if prompt:  # another one follows: this one is read, but for its last token
+                unread += _tokens(tokenizer, prompt, special, args.model, model.config.vocab_size)
+                _read(model, unread[:-1], cache)
+                unread, special = unread[-1:], False
+                if not args.stream:
+                    print(prompt, end="")
+            prompt = piece
+    elif args.stream:
+        print(prompt, end="", flush=True)
+    ids = _tokens(tokenizer, prompt, special, args.model, model.config.vocab_size)
     if not unread and not tokenizer(prompt, add_special_tokens=False)["input_ids"]:
         raise CommandLineError(f"--prompt {prompt!r} tokenises to nothing: give at least one character")
-    if (largest := max([*unread, *ids])) >= model.config.vocab_size:
-        raise ValueError(
-            f"--model {args.model}: its tokenizer does not fit: token id {largest} is outside the model's vocabulary "
-            f"of {model.config.vocab_size}"
-        )
     if args.seed is not None:
         set_seed(args.seed)
     sampling = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": args.top_p, "top_k": args.top_k}
-    # `generate` leaves out as many tokens as the cache has seen, whatever they are.
-    seen = cache.get_seq_length()
+    # `generate` wants a token for each that the cache has seen, and then leaves them out. One stands for all of them.
+    before = max(0, cache.seen_tokens - 1)
+    cache.seen_tokens -= before
+    seen = cache.seen_tokens
     inputs = torch.tensor([[0] * seen + unread + ids], device=model.device)
-    streamer = None
-    if args.stream:
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        print(prompt, end="", flush=True)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if args.stream else None
     with torch.inference_mode(), within_memory("try fewer --num-beams or a smaller model"):
         output = model.generate(
             inputs,
@@ -123,20 +138,73 @@ def run(argv: list[str]) -> int:
     if not args.stream:
         print(tokenizer.decode(output[seen + len(unread) :], skip_special_tokens=True))
     if args.state_out is not None:
-        cache.save(args.state_out, {"unread": json.dumps(output[cache.get_seq_length() :])})
+        new = output[cache.seen_tokens :]
+        cache.seen_tokens += before
+        cache.save(args.state_out, {"unread": json.dumps(new)})
     return 0
 
 
-def _standard_input() -> str:
-    """All of it, as text.
+def _standard_input(echo: bool) -> Iterator[str]:
+    """Its text, as it comes; printed on the way where `echo` is set.
 
     Raises:
         CommandLineError: it is not UTF-8.
     """
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CommandLineError(f"--prompt -: standard input is not UTF-8 text (byte {error.start})") from None
+    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    while True:
+        data = sys.stdin.buffer.read1(PIECE)
+        pending = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            byte = place - pending + error.start
+            raise CommandLineError(f"--prompt -: standard input is not UTF-8 text (byte {byte})") from None
+        place += len(data)
+        if echo:
+            print(text, end="", flush=True)
+        yield text
+        if not data:
+            return
+
+
+def _pieces(texts: Iterator[str]) -> Iterator[str]:
+    """The text in pieces of about PIECE characters, cut where a line ends, before its white space: a place that is
+    hardly ever inside a token. A longer line is cut at a space, or anywhere."""
+    rest = ""
+    for text in texts:
+        rest += text
+        while len(rest) > PIECE:
+            ends = list(re.finditer(r"\s*\n", rest[:PIECE])) or list(re.finditer(r"\s+", rest[:PIECE]))
+            cut = ends[-1].start() if ends and ends[-1].start() else PIECE
+            yield rest[:cut]
+            rest = rest[cut:]
+    if rest:
+        yield rest
+
+
+def _tokens(tokenizer, text: str, special: bool, name: str, vocab_size: int) -> list[int]:
+    """The ids of a text, `special` ones around it included.
+
+    Raises:
+        ValueError: one is outside the model's vocabulary.
+    """
+    ids = tokenizer(text, add_special_tokens=special)["input_ids"]
+    if ids and (largest := max(ids)) >= vocab_size:
+        raise ValueError(
+            f"--model {name}: its tokenizer does not fit: token id {largest} is outside the model's vocabulary "
+            f"of {vocab_size}"
+        )
+    return ids
+
+
+def _read(model, ids: list[int], cache) -> None:
+    """Tokens into the cache, PREFILL_TOKENS at a time."""
+    import torch
+
+    with torch.inference_mode():
+        for start in range(0, len(ids), PREFILL_TOKENS):
+            piece = torch.tensor([ids[start : start + PREFILL_TOKENS]], device=model.device)
+            model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 def _load_state(name: str, config, device) -> tuple:
@@ -151,7 +219,8 @@ def _load_state(name: str, config, device) -> tuple:
             unread = json.loads((file.metadata() or {}).get("unread", "[]"))
         if cache.batch_size > 1:
             raise ValueError(f"holds the states of {cache.batch_size} texts, expected 1")
-        if not isinstance(unread, list) or not all(isinstance(token, int) and token >= 0 for token in unread):
+        size = config.vocab_size
+        if not isinstance(unread, list) or not all(type(token) is int and 0 <= token < size for token in unread):
             raise ValueError("is a damaged state file: its unread tokens are not token ids")
     except (OSError, ValueError) as error:
         raise CommandLineError(f"--state-in {name}: {first_line(error)}") from None
