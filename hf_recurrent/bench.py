@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -94,7 +95,11 @@ PEERS = {"mambapy": "mambapy.pscan", "gateloop-transformer": "gateloop_transform
 
 def optional_module(package: str, module: str):
     """A module of a distribution, or None where that is not installed."""
-    return importlib.import_module(module) if version_of(package) else None
+    if version_of(package) is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it still uses of PyTorch is its authors' concern
+        return importlib.import_module(module)
 
 
 def plain_loop(a: Tensor, b: Tensor) -> Tensor:

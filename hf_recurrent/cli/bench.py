@@ -52,14 +52,13 @@ def run(argv: list[str]) -> int:
         torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
     shape = tuple(args.shape or ((8, 1024, 768) if device.type == "cpu" else (8, 4096, 2048)))
-    kept = keep_freed_memory()
     about = machine(("hf-recurrent", "torch", *PEERS))
     scan = CASES[0]
     peers = [Case(name, scan.inputs, function, scan.moved) for name, function in peer_scans().items()]
     cases = [case for case in [*CASES, *peers] if (args.only or "").lower() in case.name.lower()]
     if not cases:
         raise CommandLineError(f"--only {args.only}: no such name; known: {', '.join(case.name for case in CASES)}")
-    rows = []
+    rows, kept = [], keep_freed_memory()
     where = about["cpu"] if device.type == "cpu" else torch.cuda.get_device_name(device)
     print(f"{where}, {about['threads']} threads, torch {about['packages']['torch']}, shape {shape}")
     if not kept and device.type == "cpu":
