@@ -1,6 +1,7 @@
 """Streams of any length through a model, in constant memory."""
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -35,8 +36,8 @@ def stream(
 
     Raises:
         ValueError: a chunk_size below 1; a cache of several rows.
-        IndexError: an id outside the vocabulary, whose place in the stream is named. The chunk that it is in is not
-            read: the cache is that after the chunk before.
+        IndexError, TypeError: an id outside the vocabulary, or what is no integer; its place in the stream is named.
+            The chunk that it is in is not read: the cache is that after the chunk before.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
@@ -45,7 +46,12 @@ def stream(
         raise ValueError(f"cache holds the states of {cache.batch_size} rows, a stream is one")
     vocab_size, place = model.config.vocab_size, 0
     remaining = iter(tokens)
-    while chunk := [int(token) for token in itertools.islice(remaining, chunk_size)]:
+    while chunk := list(itertools.islice(remaining, chunk_size)):
+        for index, token in enumerate(chunk):
+            try:
+                chunk[index] = operator.index(token)
+            except TypeError:
+                raise TypeError(f"token {place + index} of the stream is {token!r}, not an integer") from None
         outside = next((index for index, token in enumerate(chunk) if not 0 <= token < vocab_size), None)
         if outside is not None:
             raise IndexError(

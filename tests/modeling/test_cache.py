@@ -305,6 +305,17 @@ def test_state_files_that_do_not_fit(model, config, tmp_path):
     path.write_bytes(whole.replace(b"layers.1.recurrent", b"layers.7.recurrent"))
     with pytest.raises(ValueError, match="is a damaged state file"):
         RecurrentCache.load(path, config)
+    # A whole file of the same configuration whose states have other shapes: refused by the model, and nothing is lost.
+    from safetensors import safe_open
+
+    path.write_bytes(whole)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file({name: tensor.repeat(1, 2, *[1] * (tensor.ndim - 2)) for name, tensor in tensors.items()}, path, metadata)
+    foreign = RecurrentCache.load(path, config)
+    with pytest.raises(ValueError, match="holds states of another model"):
+        model(token_ids(config, 3, 2), past_key_values=foreign)
+    assert foreign.get_seq_length() == 5
     save_file({"layers.0.recurrent": torch.ones(1)}, path)
     with pytest.raises(ValueError, match="is not a state file: its format is None"):
         RecurrentCache.load(path, config)

@@ -51,6 +51,14 @@ def test_streams_that_cannot_be(config):
     with pytest.raises(IndexError, match="token 12 of the stream is 61, outside the vocabulary of 61"):
         list(stream(model, [*range(12), 61], cache, chunk_size=5))
     assert cache.get_seq_length() == 10
+    before = [state.clone() for state in states(cache)]
+    for token in (1.0, "3", None):
+        with pytest.raises(TypeError, match=f"token 1 of the stream is {token!r}, not an integer"):
+            list(stream(model, [1, token], cache))
+    with pytest.raises(IndexError, match="token 0 of the stream is -1"):
+        list(stream(model, iter([-1]), cache))
+    assert cache.get_seq_length() == 10
+    assert all(torch.equal(x, y) for x, y in zip(states(cache), before, strict=True))
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         next(stream(model, [1], chunk_size=0))
     with torch.no_grad():
