@@ -1,4 +1,4 @@
-"""Learned initial states. (That they are used wherever a text starts: the "full" variant of families.py, everywhere.)"""
+"""Learned initial states. (Used wherever a text starts: the "full" variant of families.py, in all the other tests.)"""
 
 from dataclasses import fields
 
