@@ -1,16 +1,14 @@
-"""The CUDA backend: csrc/ compiled by NVRTC at first use (no nvcc, no toolkit), cached, launched through cuda-core.
-
-Each pair of a cell and a dtype is a module of two kernels, compiled for the device's own architecture.
-"""
+"""The CUDA backend of the scans: what csrc/scan_cuda.cu is called with."""
 
 import functools
 
 import torch
 from torch import Tensor
 
-from . import kernel_cache
-from .buffers import new_grads, new_outputs, summed_to_inputs
-from .kernel_cache import BackendUnavailable, cached_file, source_identity
+from .buffers import new_grads, summed_to_inputs
+from .cuda_kernels import MAX_GRID_Y, TYPES, Module, aligned, describe, launch, pointer, segments_of
+from .kernel_cache import BackendUnavailable
+from .reference import STATE_DTYPES
 
 CELLS = {
     "linear": "LinearCell<State>",
@@ -19,62 +17,17 @@ CELLS = {
     "minlstm_vanilla": "MinLSTMCell<State, false>",
     "minlstm_positive": "MinLSTMCell<State, true>",
 }
-TYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.bfloat16: "BFloat16",
-    torch.float16: "Float16",
-    torch.complex64: "Complex<float>",
-    torch.complex128: "Complex<double>",
-}
+# Channels to a thread where its accesses are wide, by the bytes of an element. csrc/scan_cuda.cu says why.
+WIDTHS = {2: 4, 4: 4, 8: 2, 16: 1}
 MAX_INPUTS = 3
-THREADS = 128
-MAX_GRID_Y = 65535
+THREADS = 256
 
 
-# ---- building -------------------------------------------------------------------------------------------------------
-
-
-def compile_kernels(cell: str, dtype: torch.dtype, architecture: str) -> bytes:
-    """The cubin of one cell and dtype for an architecture like "sm_90"; needs NVRTC, but no GPU.
-
-    Raises:
-        BackendUnavailable: the packages of the `cuda` extra are missing, or NVRTC refuses.
-    """
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        raise BackendUnavailable(f"{error}; pip install 'hf-recurrent[cuda]' brings NVRTC") from error
+def module_for(cell: str, dtype: torch.dtype, width: int) -> Module:
+    """The kernels of one cell and dtype; `width` is 1 or WIDTHS' own."""
     storage = TYPES[dtype]
     name = CELLS[cell].replace("State", f"StateOf<{storage}>::type")
-    code = (kernel_cache.SOURCES / "scan_cuda.cu").read_text()
-    options = {"arch": architecture, "std": "c++17", "define_macro": [("HFR_CELL", name), ("HFR_TYPE", storage)]}
-
-    def compile_to(path) -> None:
-        try:
-            program = Program(code, "c++", ProgramOptions(include_path=str(kernel_cache.SOURCES), **options))
-            path.write_bytes(bytes(program.compile("cubin").code))
-        except Exception as error:  # cuda-core's own classes, which say what the compiler said
-            raise BackendUnavailable(f"NVRTC could not compile the kernels for {architecture}: {error}") from error
-
-    identity = [_nvrtc_version(), repr(options), *source_identity(".h", ".cu")]
-    return cached_file(f"scan_cuda-{architecture}", ".cubin", identity, compile_to).read_bytes()
-
-
-def _nvrtc_version() -> str:
-    from importlib.metadata import version
-
-    return version("cuda-core") + " " + version("cuda-bindings")
-
-
-@functools.cache
-def _kernels(cell: str, dtype: torch.dtype, device_index: int):
-    from cuda.core import Device, ObjectCode
-
-    device = Device(device_index)
-    device.set_current()
-    module = ObjectCode.from_cubin(compile_kernels(cell, dtype, f"sm_{device.arch}"))
-    return module.get_kernel("scan_forward"), module.get_kernel("scan_backward")
+    return Module("scan_cuda", (("HFR_CELL", name), ("HFR_TYPE", storage), ("HFR_WIDTH", str(width))))
 
 
 @functools.cache
@@ -99,43 +52,76 @@ def unavailable_reason() -> str | None:
     return None
 
 
-# ---- calling --------------------------------------------------------------------------------------------------------
+def width_for(shape: torch.Size, tensors: list[Tensor]) -> int:
+    """WIDTHS' own where each tensor, as if expanded to `shape`, allows accesses of that many channels; else 1."""
+    width = WIDTHS[tensors[0].element_size()]
+    if shape[2] % width:
+        return 1
+    for x in tensors:
+        *strides, channel_stride = x.expand(shape).stride()
+        apart = any(size > 1 and stride % width for size, stride in zip(shape, strides, strict=False))
+        if channel_stride != 1 or apart or x.data_ptr() % (width * x.element_size()):
+            return 1
+    return width
 
 
-class _CurrentStream:
-    """PyTorch's current stream, by the protocol that cuda-core asks for."""
+class _Call:
+    """One scan: its module, its division of the work, and the arguments that its kernels share."""
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, torch.cuda.current_stream().cuda_stream
+    def __init__(self, cell, inputs, tensors, flags, reverse):
+        self.shape, self.dtype, self.device = inputs[-1].shape, inputs[-1].dtype, inputs[-1].device
+        batch, length, channels = self.shape
+        width = width_for(self.shape, [*inputs, *tensors])
+        self.module = module_for(cell, self.dtype, width)
+        across = -(-channels // (width * (8 if width > 1 else 32)))
+        self.segments, size = segments_of(length, across * batch, self.device)
+        self.grid = across, min(batch * self.segments, MAX_GRID_Y)
+        self.reverse = reverse
+        state = {"dtype": STATE_DTYPES[self.dtype], "device": self.device}
+        # Held until the kernels are launched; their memory is then reused in the order of the stream.
+        self.summaries = torch.empty(2, self.segments - 1, batch, channels, **state)
+        self.cuts = torch.empty(self.segments - 1, batch, dtype=torch.uint8, device=self.device)
+        self.shared = [
+            *self.shape,
+            int(reverse),
+            pointer(flags),
+            self.segments,
+            size,
+            *(pointer(x) for x in (*self.summaries, self.cuts)),
+            *(part for x in inputs for part in describe(x, self.shape)),
+            *[0] * 4 * (MAX_INPUTS - len(inputs)),
+        ]
 
-
-def _launch(kernel, h: Tensor, *arguments: int) -> None:
-    from cuda.core import Device, LaunchConfig, launch
-
-    batch, _, channels = h.shape
-    Device(h.device.index).set_current()
-    config = LaunchConfig(grid=(-(-channels // THREADS), min(batch, MAX_GRID_Y)), block=THREADS)
-    launch(_CurrentStream(), config, kernel, *h.shape, *arguments)
-
-
-def _shared_arguments(inputs: list[Tensor], shape: torch.Size, flags: Tensor | None, reverse: bool) -> list[int]:
-    """The arguments that both kernels share, after the shape: integers of 64 bits, pointers among them."""
-    described = [part for x in inputs for part in (x.data_ptr(), *x.expand(shape).stride())]
-    absent = [0] * 4 * (MAX_INPUTS - len(inputs))
-    return [int(reverse), 0 if flags is None else flags.data_ptr(), *described, *absent]
+    def run(self, entry: str, *arguments: int) -> None:
+        launch(self.module, entry, self.device, self.grid, THREADS, [*self.shared, *arguments])
 
 
 def forward(
     cell: str, inputs: list[Tensor], initial_state: Tensor | None, flags: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """h (B, L, D) and the final state (B, D). `inputs` broadcast to the last one's shape, all of one dtype."""
-    h, state = new_outputs(inputs[-1], initial_state)
+    batch, length, channels = inputs[-1].shape
+    final = torch.empty(batch, channels, dtype=STATE_DTYPES[inputs[-1].dtype], device=inputs[-1].device)
+    initial = None if initial_state is None else aligned(initial_state.contiguous())
+    h = torch.empty(inputs[-1].shape, dtype=inputs[-1].dtype, device=inputs[-1].device)
     if h.numel():
-        with torch.cuda.device(h.device):
-            kernel, _ = _kernels(cell, h.dtype, h.device.index)
-            arguments = _shared_arguments(inputs, h.shape, flags, reverse)
-            _launch(kernel, h, *arguments, h.data_ptr(), state.data_ptr())
-    return h, state
+        _forward(cell, [aligned(x) for x in inputs], initial, final, flags, reverse, h)
+    elif initial is None:
+        final.zero_()
+    else:
+        final.copy_(initial)
+    return h, final
+
+
+def _forward(cell, inputs, initial, final, flags, reverse, h) -> None:
+    call = _Call(cell, inputs, [h], flags, reverse)
+    if h.shape[1] == 1:  # a single position: no tiles, each thread a channel
+        call.grid = -(-h.numel() // THREADS), 1
+        call.run("scan_step", pointer(h), pointer(initial), pointer(final))
+        return
+    if call.segments > 1:
+        call.run("scan_forward_segments")
+    call.run("scan_forward", pointer(h), pointer(initial), pointer(final))
 
 
 def backward(
@@ -149,24 +135,27 @@ def backward(
     reverse: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the inputs (each of its own shape) and of the initial state."""
-    state = grad_final.clone(memory_format=torch.contiguous_format)
     grads, sum_first = new_grads(inputs, h)
-    if h.numel():
-        initial = None if initial_state is None else initial_state.contiguous()
-        with torch.cuda.device(h.device):
-            _, kernel = _kernels(cell, h.dtype, h.device.index)
-            _launch(
-                kernel,
-                h,
-                *_shared_arguments(inputs, h.shape, flags, reverse),
-                h.data_ptr(),
-                grad_h.data_ptr(),
-                *grad_h.stride(),
-                0 if initial is None else initial.data_ptr(),
-                state.data_ptr(),
-                grads[0].data_ptr() if sum_first else 0,
-                0 if sum_first else grads[0].data_ptr(),
-                *(g.data_ptr() for g in grads[1:]),
-                *[0] * (MAX_INPUTS - len(grads)),
-            )
-    return summed_to_inputs(grads, inputs), state
+    if not h.numel():
+        return summed_to_inputs(grads, inputs), grad_final.clone(memory_format=torch.contiguous_format)
+    inputs, grad_h = [aligned(x) for x in inputs], aligned(grad_h)
+    initial, grad_final = (None if x is None else aligned(x.contiguous()) for x in (initial_state, grad_final))
+    call = _Call(cell, inputs, [h, grad_h], flags, reverse)
+    if call.segments > 1:
+        call.run("scan_backward_segments", *describe(grad_h))
+    if sum_first:
+        grads[0] = grads[0].new_empty(h.shape[0], call.segments, h.shape[2])
+    grad_initial = torch.empty_like(grad_final)
+    call.run(
+        "scan_backward",
+        *describe(grad_h),
+        pointer(h),
+        pointer(initial),
+        pointer(grad_final),
+        pointer(grad_initial),
+        pointer(grads[0]) if sum_first else 0,
+        0 if sum_first else pointer(grads[0]),
+        *(pointer(g) for g in grads[1:]),
+        *[0] * (MAX_INPUTS - len(grads)),
+    )
+    return summed_to_inputs(grads, inputs), grad_initial

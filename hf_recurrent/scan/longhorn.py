@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import chunked, cpu
+from . import chunked, cpu, longhorn_cuda
 from .ops import check_mask, check_reset_state, check_tensor, choose_backend, refuse_forward_mode, step_flags
 from .reference import STATE_DTYPES, linear_scan_loop
 
@@ -168,6 +168,8 @@ def _pieces(x: Tensor) -> int:
 def _(x, dt, k, q, initial_state, flags, reverse, backend):
     if backend == "chunked":
         return _plain_forward(x, dt, k, q, initial_state, flags, reverse)
+    if backend == "cuda":
+        return longhorn_cuda.forward(x, dt, k, q, initial_state, flags, reverse)
     o = torch.empty(x.shape, dtype=x.dtype)
     if initial_state is None:
         state = torch.zeros(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[x.dtype])
@@ -182,6 +184,8 @@ def _(x, dt, k, q, initial_state, flags, reverse, backend):
 def _(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse, backend):
     if backend == "chunked":
         return _plain_backward(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse)
+    if backend == "cuda":
+        return longhorn_cuda.backward(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse)
     state = grad_final.clone(memory_format=torch.contiguous_format)
     grad_x, grad_dt = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
     pieces = _pieces(x)
@@ -307,8 +311,8 @@ def longhorn_scan(
         mask, reset, reverse: as for `linear_scan`; at padding, o reads the unchanged state.
         reset_state: the state that documents start from, (D, m); zero when absent. Not with `reverse`. Each start costs
             as much as m tokens.
-        backend: "reference", "chunked" or "cpu"; None picks the fastest that can run. There is no CUDA kernel for this
-            cell: on CUDA tensors it runs chunked.
+        backend: "reference", "chunked", "cpu" or "cuda"; None picks the fastest that can run. The CUDA kernels take m
+            up to 256 (64 in float64); beyond, None picks "chunked".
 
     Returns:
         o, (B, L, D) in the inputs' promoted dtype, and final_state, (B, D, m), float32 (float64 in, float64 out).
@@ -351,9 +355,14 @@ def longhorn_scan(
             inputs, mask, reset, places = _with_starts(x, dt, k, q, mask, reset, reset_state)
             o, state = longhorn_scan(*inputs, initial_state, mask=mask, reset=reset, backend=backend)
             return o.gather(1, places[..., None].expand_as(x)).to(dtype), state
-    backend = "chunked" if backend is None and x.device.type == "cuda" else choose_backend(backend, x.device)
-    if backend == "cuda":
-        raise ValueError("backend 'cuda' has no Longhorn kernel; 'chunked' runs on CUDA tensors")
+    given, backend = backend, choose_backend(backend, x.device)
+    if backend == "cuda" and k.shape[2] > longhorn_cuda.MAX_STATES[dtype]:
+        if given is not None:
+            raise ValueError(
+                f"backend 'cuda' takes m up to {longhorn_cuda.MAX_STATES[dtype]} in {dtype}, got {k.shape[2]}; "
+                "'chunked' takes any"
+            )
+        backend = "chunked"
     if backend == "reference":
         o, state = _loop(x, dt, k, q, initial_state, mask, reset, reverse)
         return o.to(dtype), state

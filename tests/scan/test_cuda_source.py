@@ -1,16 +1,15 @@
 """The CUDA kernels without a GPU: compiled through the run-time path, and their bodies run on the host by a shim."""
 
-import ctypes
-import subprocess
-from pathlib import Path
+import re
 
 import pytest
 import torch
-from oracle import CELLS, coefficients, compare, linear, mask_and_reset, mingru_positive, random
+from cuda_host import Host
+from oracle import CELLS, coefficients, compare, linear, mask_and_reset, mingru_positive, random, run
 
-from hf_recurrent.scan import BackendUnavailable, backend_report, cpu, cuda, kernel_cache, linear_scan
+from hf_recurrent.scan import BackendUnavailable, backend_report, cpu, cuda, cuda_kernels, linear_scan
 
-SHIM = Path(__file__).parent
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 PAIRS = [
     (cell, dtype)
     for cell in cuda.CELLS
@@ -21,22 +20,50 @@ PAIRS = [
 
 def test_every_cell_has_a_kernel_on_both_devices():
     assert cpu.CELLS.keys() == cuda.CELLS.keys()
-    assert cpu.STORAGES.keys() == cuda.TYPES.keys()
+    assert cpu.STORAGES.keys() == cuda_kernels.TYPES.keys()
 
 
-@pytest.mark.parametrize("cell, dtype", PAIRS, ids=str)
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_compiles_with_nvrtc(architecture, cell, dtype):
+# ---- the compiler's report -------------------------------------------------------------------------------------------
+
+
+def check_report(module, architecture):
+    """The registers of each kernel, none of which spills any or keeps anything in local memory."""
     pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
-    cubin = cuda.compile_kernels(cell, dtype, architecture)
-    assert cubin[:4] == b"\x7fELF"
-    assert b"scan_forward" in cubin and b"scan_backward" in cubin
+    compiled = cuda_kernels.compile_module(module, architecture)
+    assert compiled.cubin[:4] == b"\x7fELF"
+    kernels = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", compiled.report)
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", compiled.report)
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", compiled.report)]
+    assert len(kernels) == len(frames) == len(registers) > 0, compiled.report
+    for (kernel, target), frame in zip(kernels, frames, strict=True):
+        assert target == architecture and set(frame) == {"0"}, f"{kernel}: {frame}"
+    return dict(zip((kernel for kernel, _ in kernels), registers, strict=True))
+
+
+WIDE = [pair for pair in PAIRS if "vanilla" not in pair[0]]
+REST = [pair for pair in PAIRS if "vanilla" in pair[0]] + [(c, torch.float64) for c in ("linear", "minlstm_positive")]
+
+
+@pytest.mark.parametrize(
+    "cell, dtype, narrow, architecture",
+    [(*pair, False, architecture) for pair in WIDE for architecture in ARCHITECTURES]
+    + [(*pair, True, "sm_90") for pair in WIDE]
+    + [(*pair, False, "sm_90") for pair in REST],
+    ids=str,
+)
+def test_scan_compiles_without_spills(cell, dtype, narrow, architecture):
+    width = 1 if narrow else cuda.WIDTHS[dtype.itemsize]
+    registers = check_report(cuda.module_for(cell, dtype, width), architecture)
+    assert len(registers) == 5
+    if dtype != torch.float64:  # two blocks of 256 threads to a multiprocessor, whose registers are 65536
+        assert max(registers.values()) <= 128
 
 
 def test_unknown_architecture_is_said():
     pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
-    with pytest.raises(BackendUnavailable, match="NVRTC could not compile the kernels for sm_12345"):
-        cuda.compile_kernels("linear", torch.float32, "sm_12345")
+    module = cuda.module_for("linear", torch.float32, 4)
+    with pytest.raises(BackendUnavailable, match="NVRTC could not compile the kernels for sm_12345: .*arch"):
+        cuda_kernels.compile_module(module, "sm_12345")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -44,86 +71,118 @@ def test_without_a_gpu():
     assert backend_report()["cuda"] == "PyTorch sees no CUDA device"
 
 
+# ---- their bodies ----------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
-def host_library(tmp_path_factory):
-    """Compiles scan_cuda.cu with the system's compiler, address and undefined-behaviour checks made errors."""
-    folder = tmp_path_factory.mktemp("shim")
-
-    def build(cell: str, dtype: torch.dtype) -> ctypes.CDLL:
-        storage = cuda.TYPES[dtype]
-        name = cuda.CELLS[cell].replace("State", f"StateOf<{storage}>::type")
-        library = folder / f"{cell}-{dtype}.so"
-        if not library.exists():
-            (folder / "shim.cpp").write_text(
-                '#include "host_shim.h"\n#include "scan_cuda.cu"\n'
-                "typedef long long Int;\n"
-                'extern "C" void run(int backwards, Int x, Int y, Int threads, const Int* v) {\n'
-                "  gridDim.x = x; gridDim.y = y; blockDim.x = threads;\n"
-                "  if (backwards) launch(scan_backward, v); else launch(scan_forward, v);\n}\n"
-            )
-            flags = ["-std=c++17", "-O1", "-w", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
-            flags += ["-static-libubsan", "-shared", "-fPIC", f"-I{SHIM}", f"-I{kernel_cache.SOURCES}"]
-            macros = [f"-DHFR_CELL={name}", f"-DHFR_TYPE={storage}"]
-            command = [*cpu._compiler(), *flags, *macros, "-o", str(library), str(folder / "shim.cpp")]
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(library))
-
-    return build
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("shim")
 
 
 @pytest.fixture
-def on_the_host(monkeypatch, host_library):
-    """Lets the CUDA backend serve CPU tensors: all of cuda.py runs but the launch itself, which the shim does."""
-
-    def launch(kernel, h, *arguments):
-        library, backwards = kernel
-        values = [*h.shape, *arguments]
-        # A grid smaller than the batch, so that the blocks' loop over it is walked too.
-        grid = -(-h.shape[2] // 32), min(h.shape[0], 2)
-        library.run(backwards, *map(ctypes.c_longlong, (*grid, 32)), (ctypes.c_longlong * len(values))(*values))
-
-    class Device:
-        def __init__(self, device):
-            pass
-
-        __enter__ = __exit__ = lambda *args: None
-
-    monkeypatch.setattr(cuda, "_launch", launch)
-    monkeypatch.setattr(
-        cuda, "_kernels", lambda cell, dtype, index: tuple((host_library(cell, dtype), i) for i in (0, 1))
-    )
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(cpu, "forward", cuda.forward)
-    monkeypatch.setattr(cpu, "backward", cuda.backward)
+def host(monkeypatch, folder):
+    """The CUDA backend serves CPU tensors, undefined behaviour is an error."""
+    torch.manual_seed(0)
+    host = Host(folder)
+    host.install(monkeypatch.setattr)
+    return host
 
 
 @pytest.mark.parametrize("cell, dtype", PAIRS, ids=str)
-def test_bodies_against_the_oracle(on_the_host, cell, dtype):
-    torch.manual_seed(0)
+def test_bodies_against_the_oracle(host, cell, dtype):
     scan, count = {"linear": (linear, 2), **CELLS}[cell]
     state_dtype = torch.promote_types(dtype, torch.float32)
-    for shape in [(1, 1, 1), (3, 2, 33), (4, 37, 70), (1, 200, 33)]:
+    # The last is three segments of time; widths of 33 and 70 are odd, 64 is walked in wide accesses.
+    for shape, multiprocessors in [((1, 1, 1), 1), ((3, 2, 33), 1), ((3, 150, 64), 1), ((1, 140, 70), 1), ((1, 1537, 16), 4)]:
+        host.multiprocessors = multiprocessors
+        host.launched.clear()
         first = coefficients if cell == "linear" else random
         inputs = first(*shape, dtype=dtype), *(random(*shape, dtype=dtype) for _ in range(count - 1))
         compare(scan, inputs, None, backend="cpu")
+        assert ("scan_forward_segments" in host.launched) == (multiprocessors > 1)
         mask, reset = mask_and_reset(*shape[:2])
         for reverse in (False, True):
             state = random(shape[0], shape[2], dtype=state_dtype)
             compare(scan, inputs, state, backend="cpu", mask=mask, reset=reset, reverse=reverse)
 
 
-def test_broadcast_and_strided_bodies(on_the_host):
-    torch.manual_seed(0)
-    for shape in [(70,), (9, 1), (3, 1, 70), (9, 70)]:
+def test_broadcast_and_strided_bodies(host):
+    for shape in [(72,), (9, 1), (3, 1, 72), (9, 72)]:
         compare(
             linear,
-            (coefficients(*shape, dtype=torch.float32), random(3, 9, 70, dtype=torch.float32)),
+            (coefficients(*shape, dtype=torch.float32), random(3, 9, 72, dtype=torch.float32)),
             None,
             backend="cpu",
         )
-    packed = random(3, 9, 140, dtype=torch.float32)
-    compare(mingru_positive, (packed[..., :70], packed[..., 70:]), None, backend="cpu")
+    packed = random(3, 9, 144, dtype=torch.float32)
+    compare(mingru_positive, (packed[..., :72], packed[..., 72:]), None, backend="cpu")
+    compare(mingru_positive, (packed[..., ::2], packed[..., 1::2]), None, backend="cpu")
     a, b = coefficients(2, 9, 5, dtype=torch.float32), random(2, 9, 5, dtype=torch.float32).requires_grad_()
     linear_scan(a, b, backend="cpu")[0].sum().backward()  # an expanded gradient: all strides zero
     assert torch.isfinite(b.grad).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_constant_coefficients_in_segments(host, dtype):
+    """As S5 has them: their gradient is summed over time within each segment."""
+    host.multiprocessors = 4
+    state = random(1, 16, dtype=dtype)
+    inputs = coefficients(16, dtype=dtype), random(1, 1100, 16, dtype=dtype)
+    compare(linear, inputs, state, backend="cpu")
+    assert "scan_backward_segments" in host.launched
+
+
+def test_no_race(host):
+    """The order in which the threads of a block come to run between two barriers changes no bit."""
+    for shape, multiprocessors in [((2, 300, 40), 1), ((1, 1100, 33), 5)]:
+        host.multiprocessors = multiprocessors
+        inputs = [random(*shape, dtype=torch.float32) for _ in range(2)]
+        state = random(shape[0], shape[2], dtype=torch.float32)
+        weights = random(*shape, dtype=torch.float64), random(shape[0], shape[2], dtype=torch.float64)
+        results = []
+        for host.reversed in (False, True):
+            results.append(run(mingru_positive, inputs, state, weights, backend="cpu"))
+        for x, y in zip(*results, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite(host, bad, reverse):
+    """An infinity in one segment of time neither vanishes with a product that has faded nor passes a reset."""
+    host.multiprocessors = 4
+    length = 1537
+    a, b = torch.full((1, length, 16), 0.5), random(1, length, 16, dtype=torch.float32)
+    b[0, 700, 3] = bad
+    for reset in (None, torch.arange(length)[None] == 800, torch.arange(length)[None] == 650):
+        got = linear_scan(a, b, reset=reset, reverse=reverse, backend="cpu")
+        want = linear_scan(a, b, reset=reset, reverse=reverse, backend="reference")
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x.isfinite(), y.isfinite())
+            torch.testing.assert_close(x[x.isfinite()], y[y.isfinite()])
+
+
+def test_products_that_overflow(host):
+    """A state of zero stays zero, and a small one grows to what it is, though the product of a segment overflows."""
+    host.multiprocessors = 4
+    a, b = torch.full((1, 1024, 16), 1.2), torch.zeros(1, 1024, 16)
+    a[:, :600] = 0.9
+    state = torch.full((1, 16), 1e-3)
+    for initial in (None, state):
+        got = linear_scan(a, b, initial, backend="cpu")
+        want = linear_scan(a, b, initial, backend="reference")
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=0)
+
+
+def test_elements_that_do_not_start_at_multiples_of_their_size(host):
+    """As memory that came from elsewhere may; copied, since no GPU reads it."""
+    buffer = torch.zeros(4 * 2 * 9 * 8 + 1, dtype=torch.uint8)
+    import numpy as np
+
+    b = torch.from_numpy(np.ndarray((2, 9, 8), dtype=np.float32, buffer=buffer.numpy(), offset=1))
+    b.copy_(random(2, 9, 8, dtype=torch.float32))
+    a = coefficients(2, 9, 8, dtype=torch.float32)
+    assert b.data_ptr() % 4
+    got = linear_scan(a, b, backend="cpu")[0]
+    assert torch.equal(got, linear_scan(a, b.clone(), backend="cpu")[0])

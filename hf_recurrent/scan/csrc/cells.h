@@ -1,5 +1,6 @@
 // The cells: what surrounds the recurrence h_t = a_t h_{t-1} + b_t, fused with it. Each has
-//   forward(x, h_prev) -> h          x: this position's inputs;
+//   coefficients(x, a, b)            x: this position's inputs;
+//   forward(x, h_prev) -> h          = a h_prev + b;
 //   backward(x, h_prev, g, dx) -> c  g: the whole gradient of h_t (its own and what came from t + 1);
 //                                    dx: the gradients of x; c: the gradient of h_{t-1}.
 // All are scalar functions of one channel; the loops of scan_cpu.cpp and scan_cuda.cu run them over time and channels.
@@ -15,6 +16,8 @@ struct LinearCell {
   static constexpr int inputs = 2;  // a, b
   static constexpr int backward_inputs = 1;  // the first so many are all that backward reads
   static constexpr bool first_may_be_constant = true;  // over time: its gradient is then summed inside the kernel
+
+  HFR_INLINE static void coefficients(const T (&x)[2], T& a, T& b) { a = x[0], b = x[1]; }
 
   HFR_INLINE static T forward(const T (&x)[2], T h) { return x[0] * h + x[1]; }
 
@@ -48,11 +51,17 @@ struct MinGRUCell {
   static constexpr int backward_inputs = 2;
   static constexpr bool first_may_be_constant = false;
 
-  HFR_INLINE static T forward(const T (&x)[2], T h) {
-    T c, slope, z, a;
+  HFR_INLINE static void coefficients(const T (&x)[2], T& a, T& b) {
+    T c, slope, z;
     candidate<positive>(x[0], c, slope);
     logistic(x[1], z, a);
-    return a * h + z * c;
+    b = z * c;
+  }
+
+  HFR_INLINE static T forward(const T (&x)[2], T h) {
+    T a, b;
+    coefficients(x, a, b);
+    return a * h + b;
   }
 
   HFR_INLINE static T backward(const T (&x)[2], T h, T g, T (&dx)[2]) {
@@ -91,11 +100,17 @@ struct MinLSTMCell {
     input_shut = i * scale;   // a sigma(-input)
   }
 
-  HFR_INLINE static T forward(const T (&x)[3], T h) {
-    T c, slope, a, b, forget_shut, input_shut;
+  HFR_INLINE static void coefficients(const T (&x)[3], T& a, T& b) {
+    T c, slope, forget_shut, input_shut;
     candidate<positive>(x[0], c, slope);
     weights(x[1], x[2], a, b, forget_shut, input_shut);
-    return a * h + b * c;
+    b = b * c;
+  }
+
+  HFR_INLINE static T forward(const T (&x)[3], T h) {
+    T a, b;
+    coefficients(x, a, b);
+    return a * h + b;
   }
 
   HFR_INLINE static T backward(const T (&x)[3], T h, T g, T (&dx)[3]) {

@@ -1,0 +1,162 @@
+"""CUDA kernels: csrc/*.cu compiled by NVRTC at first use (no nvcc, no toolkit), cached, launched through cuda-core."""
+
+import functools
+import io
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import kernel_cache
+from .kernel_cache import BackendUnavailable, cached_file, source_identity
+
+TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "BFloat16",
+    torch.float16: "Float16",
+    torch.complex64: "Complex<float>",
+    torch.complex128: "Complex<double>",
+}
+MAX_GRID_Y = 65535
+OPTIONS = {
+    "std": "c++17",
+    "prec_div": False,  # a division within 2 ulp, in a sixth of the instructions
+    "ptxas_options": ["-v"],
+}
+TILE = 128  # a multiple of the positions that any kernel takes at once
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file compiled for one set of macros: `stem`.cu with (name, value) pairs."""
+
+    stem: str
+    macros: tuple[tuple[str, str], ...]
+
+
+# ---- building -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    cubin: bytes
+    report: str  # what the assembler says of registers, spills and local memory
+    seconds: float
+
+
+def compile_module(module: Module, architecture: str) -> Compiled:
+    """Compiles for an architecture like "sm_90"; needs NVRTC, but no GPU.
+
+    Raises:
+        BackendUnavailable: the packages of the `cuda` extra are missing, or NVRTC refuses.
+    """
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise BackendUnavailable(f"{error}; pip install 'hf-recurrent[cuda]' brings NVRTC") from error
+    code = (kernel_cache.SOURCES / f"{module.stem}.cu").read_text()
+    report, start = io.StringIO(), time.perf_counter()
+    try:
+        options = {**OPTIONS, "arch": architecture, "define_macro": list(module.macros)}
+        program = Program(code, "c++", ProgramOptions(include_path=str(kernel_cache.SOURCES), **options))
+        cubin = bytes(program.compile("cubin", logs=report).code)
+    except Exception as error:  # cuda-core's own classes, which say what the compiler said; a library that is not found
+        raise BackendUnavailable(f"NVRTC could not compile the kernels for {architecture}: {_one_line(error)}") from error
+    return Compiled(cubin, report.getvalue(), time.perf_counter() - start)
+
+
+def _one_line(error: Exception) -> str:
+    """The first line that says what is wrong: NVRTC's log follows a line that only says that there is one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wrong = [line for line in lines if "error" in line and not line.endswith("log:")]
+    return (wrong or lines or [type(error).__name__])[0]
+
+
+def cubin(module: Module, architecture: str) -> bytes:
+    """As `compile_module` gives it, from the cache where it is there."""
+    identity = [_versions(), repr(OPTIONS), architecture, repr(module), *source_identity(".h", ".cu")]
+
+    def make(path) -> None:
+        path.write_bytes(compile_module(module, architecture).cubin)
+
+    return cached_file(f"{module.stem}-{architecture}", ".cubin", identity, make).read_bytes()
+
+
+def _versions() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for package in ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:  # NVRTC may come with a toolkit
+            found.append(f"no {package}")
+    return ", ".join(found)
+
+
+@functools.cache
+def _load(module: Module, device_index: int):
+    from cuda.core import Device, ObjectCode
+
+    device = Device(device_index)
+    device.set_current()
+    return ObjectCode.from_cubin(cubin(module, f"sm_{device.arch}"))
+
+
+@functools.cache
+def _kernel(module: Module, entry: str, device_index: int):
+    return _load(module, device_index).get_kernel(entry)
+
+
+# ---- calling --------------------------------------------------------------------------------------------------------
+
+
+class _CurrentStream:
+    """PyTorch's current stream, by the protocol that cuda-core asks for."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, torch.cuda.current_stream().cuda_stream
+
+
+def launch(
+    module: Module, entry: str, device: torch.device, grid: tuple[int, int], threads: int, arguments: Sequence[int]
+) -> None:
+    """Runs a kernel on PyTorch's current stream of the device. Arguments are integers of 64 bits, pointers among them."""
+    from cuda.core import LaunchConfig
+    from cuda.core import launch as launch_kernel
+
+    with torch.cuda.device(device):
+        kernel = _kernel(module, entry, device.index)
+        launch_kernel(_CurrentStream(), LaunchConfig(grid=grid, block=threads), kernel, *arguments)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def segments_of(length: int, blocks: int, device: torch.device) -> tuple[int, int]:
+    """The segments of time, and positions in each: more than one where `blocks` would leave more than half of the
+    multiprocessors without work (csrc/device.h says why half), and then two blocks for each."""
+    wanted = 1
+    if 2 * blocks < multiprocessors(device):
+        wanted = max(1, min(2 * multiprocessors(device) // blocks, length // (4 * TILE)))
+    size = -(-length // (wanted * TILE)) * TILE
+    return -(-length // size), size
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy where its elements do not start at multiples of their size (memory that PyTorch did not allocate)."""
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % x.element_size() else x
+
+
+def pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def describe(x: Tensor, shape: torch.Size | None = None) -> list[int]:
+    """A tensor's address and strides in elements, as if expanded to `shape`."""
+    return [x.data_ptr(), *(x.stride() if shape is None else x.expand(shape).stride())]

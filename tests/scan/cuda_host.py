@@ -1,0 +1,66 @@
+"""Runs the CUDA kernels' source on the host: compiled by the system's C++ compiler, threads and barriers by host_shim.h."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import torch
+
+from hf_recurrent.scan import cpu, cuda, cuda_kernels, kernel_cache
+
+SHIM = Path(__file__).parent
+FLAGS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{SHIM}"]
+UNDEFINED = ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-static-libubsan"]
+ENTRIES = {
+    "scan_cuda": ["scan_forward_segments", "scan_forward", "scan_backward_segments", "scan_backward", "scan_step"],
+}
+
+
+def build(module: cuda_kernels.Module, folder: Path, flags: list[str]) -> ctypes.CDLL:
+    """One library for each module, made once."""
+    library = folder / f"{abs(hash(module))}.so"
+    if not library.exists():
+        source = library.with_suffix(".cpp")
+        cases = "".join(
+            f'  if (!strcmp(entry, "{entry}")) return shim::launch({entry}, x, y, threads, reversed, v);\n'
+            for entry in ENTRIES[module.stem]
+        )
+        source.write_text(
+            f'#include "host_shim.h"\n#include "{module.stem}.cu"\ntypedef long long Int;\n'
+            'extern "C" void run(const char* entry, Int x, Int y, Int threads, int reversed, const Int* v) {\n'
+            f'{cases}  shim::fail("no such kernel");\n}}\n'
+        )
+        macros = [f"-D{name}={value}" for name, value in module.macros]
+        command = [*cpu._compiler(), *FLAGS, *flags, f"-I{kernel_cache.SOURCES}", *macros, "-o", library, source]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
+
+
+class Host:
+    """In the place of `cuda_kernels.launch`. `multiprocessors` of 1 keeps time in one segment, more splits it."""
+
+    def __init__(self, folder: Path, flags: list[str] = UNDEFINED):
+        self.folder, self.flags = folder, flags
+        self.multiprocessors = 1
+        self.reversed = False
+        self.launched: list[str] = []
+
+    def launch(self, module, entry, device, grid, threads, arguments) -> None:
+        self.launched.append(entry)
+        # At most two rows of blocks, so that the blocks' loop over the batch is walked too.
+        x, y = grid[0], min(grid[1], 2)
+        values = (ctypes.c_longlong * len(arguments))(*arguments)
+        function = build(module, self.folder, self.flags).run
+        function(entry.encode(), *map(ctypes.c_longlong, (x, y, threads)), int(self.reversed), values)
+
+    def install(self, patch) -> None:
+        """Lets the CUDA backend serve CPU tensors: all of it runs but the launch itself. `patch(object, name, value)`."""
+        patch(cuda, "launch", self.launch)
+        patch(cuda_kernels, "multiprocessors", lambda device: self.multiprocessors)
+        patch(cpu, "forward", cuda.forward)
+        patch(cpu, "backward", cuda.backward)
+
+
+def cell_inputs(shape, dtype, count, first):
+    return first(*shape, dtype=dtype), *(torch.randn(shape).to(dtype) for _ in range(count - 1))
