@@ -4,15 +4,19 @@ import ctypes
 import subprocess
 from pathlib import Path
 
-import torch
-
-from hf_recurrent.scan import cpu, cuda, cuda_kernels, kernel_cache
+from hf_recurrent.scan import cpu, cuda, cuda_kernels, kernel_cache, longhorn, longhorn_cuda
 
 SHIM = Path(__file__).parent
 FLAGS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{SHIM}"]
 UNDEFINED = ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-static-libubsan"]
 ENTRIES = {
     "scan_cuda": ["scan_forward_segments", "scan_forward", "scan_backward_segments", "scan_backward", "scan_step"],
+    "longhorn_cuda": [
+        "longhorn_forward_segments",
+        "longhorn_forward",
+        "longhorn_backward_segments",
+        "longhorn_backward",
+    ],
 }
 
 
@@ -56,11 +60,10 @@ class Host:
 
     def install(self, patch) -> None:
         """Lets the CUDA backend serve CPU tensors: all of it runs but the launch itself. `patch(object, name, value)`."""
-        patch(cuda, "launch", self.launch)
+        for module in (cuda, longhorn_cuda):
+            patch(module, "launch", self.launch)
         patch(cuda_kernels, "multiprocessors", lambda device: self.multiprocessors)
         patch(cpu, "forward", cuda.forward)
         patch(cpu, "backward", cuda.backward)
+        patch(longhorn, "choose_backend", lambda backend, device: "cuda")
 
-
-def cell_inputs(shape, dtype, count, first):
-    return first(*shape, dtype=dtype), *(torch.randn(shape).to(dtype) for _ in range(count - 1))

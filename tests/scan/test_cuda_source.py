@@ -16,6 +16,9 @@ PAIRS = [
     for dtype in (torch.float32, torch.bfloat16, torch.complex64)
     if cell == "linear" or not dtype.is_complex
 ]
+WIDE = [pair for pair in PAIRS if "vanilla" not in pair[0]]
+REST = [(cell, torch.float32) for cell in cuda.CELLS if "vanilla" in cell]
+DOUBLES = [(cell, torch.float64) for cell in ("linear", "minlstm_positive")]
 
 
 def test_every_cell_has_a_kernel_on_both_devices():
@@ -40,15 +43,11 @@ def check_report(module, architecture):
     return dict(zip((kernel for kernel, _ in kernels), registers, strict=True))
 
 
-WIDE = [pair for pair in PAIRS if "vanilla" not in pair[0]]
-REST = [pair for pair in PAIRS if "vanilla" in pair[0]] + [(c, torch.float64) for c in ("linear", "minlstm_positive")]
-
-
 @pytest.mark.parametrize(
     "cell, dtype, narrow, architecture",
     [(*pair, False, architecture) for pair in WIDE for architecture in ARCHITECTURES]
     + [(*pair, True, "sm_90") for pair in WIDE]
-    + [(*pair, False, "sm_90") for pair in REST],
+    + [(*pair, False, "sm_90") for pair in REST + DOUBLES],
     ids=str,
 )
 def test_scan_compiles_without_spills(cell, dtype, narrow, architecture):
@@ -88,12 +87,12 @@ def host(monkeypatch, folder):
     return host
 
 
-@pytest.mark.parametrize("cell, dtype", PAIRS, ids=str)
+@pytest.mark.parametrize("cell, dtype", WIDE + REST, ids=str)
 def test_bodies_against_the_oracle(host, cell, dtype):
     scan, count = {"linear": (linear, 2), **CELLS}[cell]
     state_dtype = torch.promote_types(dtype, torch.float32)
-    # The last is three segments of time; widths of 33 and 70 are odd, 64 is walked in wide accesses.
-    for shape, multiprocessors in [((1, 1, 1), 1), ((3, 2, 33), 1), ((3, 150, 64), 1), ((1, 140, 70), 1), ((1, 1537, 16), 4)]:
+    # The last is two segments of time; widths of 33 are odd, 40 is walked in wide accesses.
+    for shape, multiprocessors in [((1, 1, 1), 1), ((3, 2, 33), 1), ((3, 150, 40), 1), ((1, 1025, 16), 4)]:
         host.multiprocessors = multiprocessors
         host.launched.clear()
         first = coefficients if cell == "linear" else random
@@ -127,7 +126,8 @@ def test_constant_coefficients_in_segments(host, dtype):
     """As S5 has them: their gradient is summed over time within each segment."""
     host.multiprocessors = 4
     state = random(1, 16, dtype=dtype)
-    inputs = coefficients(16, dtype=dtype), random(1, 1100, 16, dtype=dtype)
+    # Below one, lest rounding add up over all of the sequence, as it does in the loop too.
+    inputs = 0.99 * coefficients(16, dtype=dtype), random(1, 1100, 16, dtype=dtype)
     compare(linear, inputs, state, backend="cpu")
     assert "scan_backward_segments" in host.launched
 
@@ -151,7 +151,7 @@ def test_no_race(host):
 def test_what_is_not_finite(host, bad, reverse):
     """An infinity in one segment of time neither vanishes with a product that has faded nor passes a reset."""
     host.multiprocessors = 4
-    length = 1537
+    length = 1100
     a, b = torch.full((1, length, 16), 0.5), random(1, length, 16, dtype=torch.float32)
     b[0, 700, 3] = bad
     for reset in (None, torch.arange(length)[None] == 800, torch.arange(length)[None] == 650):

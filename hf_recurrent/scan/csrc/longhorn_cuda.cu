@@ -26,7 +26,7 @@ constexpr int kPer = kPerAtLeast <= 1 ? 1 : kPerAtLeast <= 2 ? 2 : kPerAtLeast <
 constexpr int kPadded = kLanes * kPer;  // states past m have keys and queries of zero, and stay zero
 constexpr int kChannels = kThreads / kLanes;
 constexpr int kSteps = kPer <= 4 ? 8 : 4;  // so that a tile's states fit into registers beside all else
-constexpr int kBlocks = kPer * sizeof(State) <= 32 ? 3 : 2;  // to a multiprocessor, at least
+constexpr int kBlocks = kPer * sizeof(State) <= 16 ? 3 : kPer * sizeof(State) <= 32 ? 2 : 1;  // to a multiprocessor, at least
 constexpr int kWarp = 32, kWarps = kThreads / kWarp;
 constexpr int kElements = (kSteps * kChannels + kThreads - 1) / kThreads;  // of a tile of x, to a thread
 constexpr int kKeys = (kSteps * kStates + kThreads - 1) / kThreads;        // of a tile of k, to a thread

@@ -170,7 +170,7 @@ struct Backward {
         raw.x[i][k] = *reinterpret_cast<const Pack*>(inputs[k].data + b * inputs[k].b + t * inputs[k].l + d * inputs[k].d);
       }
       raw.grad[i] = *reinterpret_cast<const Pack*>(grad_h.data + b * grad_h.b + t * grad_h.l + d * grad_h.d);
-      if (flow + i + 1 < p.length) {
+      if (h && flow + i + 1 < p.length) {  // a summary needs no h
         raw.before[i] = *reinterpret_cast<const Pack*>(h + (b * p.length + position(flow + i + 1)) * p.channels + d);
       }
     }
