@@ -16,7 +16,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 EVERY_CORE := --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-hf lint bench wheel clean
+.PHONY: help demo test test-hf lint bench bench-gpu wheel clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -39,6 +39,9 @@ lint: $(DEV)  ## check style and formatting
 
 bench: $(DEV)  ## measure the scan against its limits and its peers, into runs/benchmarks
 	$(BIN)/python benchmarks/scan.py --output runs/benchmarks
+
+bench-gpu: $(DEV)  ## check and measure the CUDA kernels (under eight minutes), into benchmarks/results
+	$(BIN)/python benchmarks/gpu.py
 
 wheel: $(DEV)  ## build the source distribution and the wheel, into dist
 	$(BIN)/python -m build

@@ -41,7 +41,7 @@ def _conditions(about: dict) -> str:
     return f"{about['cpu']}, {threads}, torch {about['packages']['torch']}, {about['date'][:10]}"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows]]
 
 
@@ -95,7 +95,7 @@ def markdown(document: dict) -> str:
         "Medians of paired runs; in brackets the quartiles.",
     ]
     if not document["quick"] and (rows := headlines(results)):
-        lines += ["", *_table(["what", "measured", "asked for"], rows)]
+        lines += ["", *table(["what", "measured", "asked for"], rows)]
     for section, title in TITLES.items():
         rows = [row for row in results if row["section"] == section]
         if not rows:
@@ -104,7 +104,7 @@ def markdown(document: dict) -> str:
         for case in dict.fromkeys(map(case_name, rows)):
             of_case = [row for row in rows if case_name(row) == case]
             lines += ["", f"**{case}**", ""]
-            lines += _table(
+            lines += table(
                 ["", "ms", "ratio", *(["error"] if "error" in of_case[0] else [])],
                 [
                     [
@@ -120,14 +120,14 @@ def markdown(document: dict) -> str:
         lines += ["", "Error: the largest deviation from the loop in float64, relative to the largest value."]
     if rows := [row for row in results if row["section"] == "memory"]:
         lines += ["", "### Peak memory of a training step above the process before it", ""]
-        lines += _table(["", "MiB"], [[row["name"], f"{row['mebibytes']:.0f}"] for row in rows])
+        lines += table(["", "MiB"], [[row["name"], f"{row['mebibytes']:.0f}"] for row in rows])
     if rows := [row for row in results if row["section"] == "length"]:
         lengths = rows[0]["lengths"]
         lines += ["", f"### Time over length L, shape (1, L, {rows[0]['channels']})", ""]
         header = ["", *map(str, lengths), "exponent"]
         table = [[r["name"], *(_number(x) for x in r["milliseconds"]), f"{r['exponent']:.3f}"] for r in rows]
         lines += [
-            *_table(header, table),
+            *table(header, table),
             "",
             "Milliseconds; the exponent e of time ~ length^e, by least squares of the logs.",
         ]

@@ -64,7 +64,9 @@ def compile_module(module: Module, architecture: str) -> Compiled:
         program = Program(code, "c++", ProgramOptions(include_path=str(kernel_cache.SOURCES), **options))
         cubin = bytes(program.compile("cubin", logs=report).code)
     except Exception as error:  # cuda-core's own classes, which say what the compiler said; a library that is not found
-        raise BackendUnavailable(f"NVRTC could not compile the kernels for {architecture}: {_one_line(error)}") from error
+        raise BackendUnavailable(
+            f"NVRTC could not compile the kernels for {architecture}: {_one_line(error)}"
+        ) from error
     return Compiled(cubin, report.getvalue(), time.perf_counter() - start)
 
 

@@ -66,4 +66,3 @@ class Host:
         patch(cpu, "forward", cuda.forward)
         patch(cpu, "backward", cuda.backward)
         patch(longhorn, "choose_backend", lambda backend, device: "cuda")
-

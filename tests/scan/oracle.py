@@ -61,8 +61,9 @@ def run(scan, inputs, initial_state, weights, **options):
     return h, final, *grads
 
 
-def compare(scan, inputs, initial_state, *, backend, **options):
-    """Runs `scan` on `backend` and the float64 loop on the same values; asserts on every output and gradient.
+def compare(scan, inputs, initial_state, *, backend, device="cpu", **options):
+    """Runs `scan` on `backend` and `device`, and the float64 loop on the same values; asserts on every output and
+    gradient, and returns what `backend` has given.
 
     An element is a sum of terms, and its rounding error is a fraction of the terms, not of what is left when they
     cancel: the scale of an output includes the initial state, that of a broadcast input's gradient the sum of the
@@ -72,7 +73,9 @@ def compare(scan, inputs, initial_state, *, backend, **options):
     shape = inputs[-1].shape
     # The output weights are the gradients that arrive: exact in the tested dtype, so both sides see the same.
     weights = random(*shape, dtype=dtype).to(wide(dtype)), random(shape[0], shape[2], dtype=wide(dtype))
-    got = run(scan, inputs, initial_state, weights, backend=backend, **options)
+    at = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    moved = [None if x is None else x.to(device) for x in (*inputs, initial_state, *weights)]
+    got = run(scan, moved[: len(inputs)], moved[-3], moved[-2:], backend=backend, **at)
     oracle_state = None if initial_state is None else initial_state.to(wide(dtype))
     oracle_inputs = [x.to(wide(dtype)).expand(shape).contiguous() for x in inputs]
     want = list(run(scan, oracle_inputs, oracle_state, weights, backend="reference", **options))
@@ -87,8 +90,9 @@ def compare(scan, inputs, initial_state, *, backend, **options):
     for name, x, y, scale in zip(names, got, want, scales, strict=True):
         assert x.shape == y.shape, name
         assert not x.isnan().any(), f"{name}: NaN"
-        error = (x.to(y.dtype) - y).abs().max().item()
+        error = (x.to(y) - y).abs().max().item()
         assert error <= TOLERANCE[dtype] * scale + 1e-30, f"{name}: error {error:.3g}, {error / scale:.3g} relative"
+    return got
 
 
 def linear(a, b, initial_state=None, **options):

@@ -1,0 +1,445 @@
+"""How close the scans come to a GPU's memory, and how they compare with other people's: `make bench-gpu`.
+
+Every section is guarded: what fails is recorded and the rest goes on, and the results are written after each. Times are
+of captured CUDA graphs; every ratio to the copy is to the device-to-device copy of the same run, bytes counted once.
+"""
+
+import argparse
+import gc
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import gpu_check
+import gpu_peers
+import gpu_report
+import hf_recurrent
+import training_steps
+from gpu_timing import eager_seconds_of, seconds_of
+from hf_recurrent.modeling.mingru import MinGRUMixer
+from hf_recurrent.modeling.minlstm import MinLSTMMixer
+from hf_recurrent.scan import linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from measure import machine
+from report import write
+
+ROOT = Path(__file__).parents[1]
+SETS = 3  # of tensors, which consecutive calls use in turn
+FLOAT, HALF = torch.float32, torch.bfloat16
+
+
+class Bench:
+    """The settings of one run, and what it has found so far."""
+
+    def __init__(self, device: torch.device, tiny: bool, minutes: float):
+        self.device, self.tiny = device, tiny
+        self.end = time.monotonic() + 60 * minutes
+        self.results: list[dict] = []
+        self.not_measured = gpu_peers.absent()
+        self.copy_speed = 0.0  # bytes per second
+
+    def add(self, section: str, name: str, seconds: float, moved: int = 0, **fields) -> dict:
+        """`moved`: the bytes that must move, by which the fraction of the copy's speed is known."""
+        row = {"section": section, "name": name, "microseconds": round(seconds * 1e6, 2), **fields}
+        if moved:
+            row |= {"gigabytes_per_second": round(moved / seconds / 1e9, 1)}
+            if self.copy_speed:
+                row |= {"of_copy": round(moved / seconds / self.copy_speed, 4)}
+        self.results.append(row)
+        return row
+
+    def attempt(self, what: str, run: Callable[[], object]) -> None:
+        """What fails is recorded under `what`, and does not stop the rest; so is what there is no time for."""
+        if self.left() < 0:
+            self.not_measured[what] = "out of time"
+            return
+        try:
+            run()
+        except Exception as error:
+            self.not_measured[what] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.end - time.monotonic()
+
+    def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=self.device)
+
+    def coefficients(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        if not dtype.is_complex:
+            return torch.rand(*shape, device=self.device).mul_(0.98).add_(0.01).to(dtype)
+        phases = torch.rand(*shape, device=self.device) * 6
+        return torch.polar(torch.rand(*shape, device=self.device) * 0.98, phases).to(dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- sections --------------------------------------------------------------------------------------------------------
+
+
+def measure_copy(b: Bench) -> None:
+    """The ceiling: a device-to-device copy, and torch.add beside it."""
+    count = 2**14 if b.tiny else 2**28
+    source, target = (torch.rand(count, device=b.device) for _ in "st")
+    seconds = seconds_of([lambda: target.copy_(source)], b.device)
+    b.copy_speed = 2 * source.nbytes / seconds
+    b.add("copy", "copy", seconds, 2 * source.nbytes)
+    other = torch.rand(count, device=b.device)
+    b.add("copy", "torch.add", seconds_of([lambda: torch.add(source, other, out=target)], b.device), 3 * source.nbytes)
+
+
+def measure_check(b: Bench) -> None:
+    """Is it right, and the same at every run?"""
+    found = gpu_check.check_all(
+        b.device, b.tiny, lambda cases: tqdm(cases, desc="check", leave=False, disable=None, unit="case")
+    )
+    b.results.append({"section": "check", "name": "against the float64 loop, twice", **found})
+
+
+def measure_sanitizer(b: Bench) -> None:
+    """compute-sanitizer's memcheck and racecheck on small shapes, in a process of its own."""
+    if b.device.type != "cuda" or shutil.which("compute-sanitizer") is None:
+        b.not_measured["compute-sanitizer"] = "not installed" if b.device.type == "cuda" else "is for GPUs"
+        return
+    for tool in ("memcheck", "racecheck"):
+
+        def run(tool: str = tool) -> None:
+            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=scan_"]
+            command += [
+                "--kernel-regex",
+                "kns=longhorn_",
+                sys.executable,
+                str(ROOT / "benchmarks/gpu_check.py"),
+                "--small",
+            ]
+            limit = min(100.0, max(b.left(), 1))
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=ROOT)
+            except subprocess.TimeoutExpired as error:
+                raise RuntimeError(f"not done in {limit:.0f} s") from error
+            summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line or "cases are right" in line]
+            row = {"section": "sanitizer", "name": tool, "status": done.returncode, "summary": summary}
+            b.results.append(row | ({} if summary else {"output": (done.stdout + done.stderr)[-600:]}))
+
+        b.attempt(f"compute-sanitizer {tool}", run)
+
+
+def _forward(scan: Callable, sets: list[tuple[Tensor, ...]]) -> list[Callable]:
+    return [lambda x=x: scan(*x)[0] for x in sets]
+
+
+def _backward(cell: str, sets: list[tuple[Tensor, ...]], backend: str) -> list[Callable]:
+    """The operator's backward alone, as autograd calls it."""
+    calls = []
+    for x in sets:
+        inputs = [t[(None,) * (3 - t.dim())] for t in x]
+        h, final = torch.ops.hf_recurrent.scan(cell, inputs, None, None, False, backend)
+        grad, grad_final = torch.randn_like(h), torch.randn_like(final)
+        arguments = (cell, inputs, h, None, None, grad, grad_final, False, backend)
+        calls.append(lambda arguments=arguments: torch.ops.hf_recurrent.scan_backward(*arguments))
+    return calls
+
+
+def _measure_scan(b: Bench, section: str, cell: str, scan: Callable, shape, dtype, make: Callable) -> None:
+    """Forward, and backward alone; `make(shape, dtype)` gives one set of inputs. Beside forward: torch.add."""
+    fields = {"shape": list(shape), "dtype": _name(dtype)}
+    sets = [make(shape, dtype) for _ in range(SETS)]
+    read = sum(x.nbytes for x in sets[0])
+    written = sets[0][-1].nbytes
+    with torch.no_grad():
+        row = b.add(
+            section, cell, seconds_of(_forward(scan, sets), b.device), read + written, direction="forward", **fields
+        )
+        if section in ("scan", "long") and sets[0][0].shape == sets[0][1].shape:
+            add = seconds_of([lambda x=x: torch.add(*x) for x in sets], b.device)
+            row["of_add"] = round(row["microseconds"] / (add * 1e6), 4)
+        # Reads the inputs, h and its gradient; writes a gradient of each input.
+        seconds = seconds_of(_backward(cell.split(",")[0], sets, b.device.type), b.device)
+        b.add(section, cell, seconds, 2 * read + 2 * written, direction="backward", **fields)
+
+
+def _pair(b: Bench) -> Callable:
+    return lambda shape, dtype: (b.coefficients(*shape, dtype=dtype), b.random(*shape, dtype=dtype))
+
+
+def measure_scan(b: Bench) -> None:
+    """linear_scan over widths and lengths."""
+    shapes = [(8, 2048, 1024), (16, 2048, 2048), (8, 8192, 1024), (8, 65536, 1024), (32, 2048, 768), (2, 4096, 512)]
+    for shape in [(2, 64, 16)] if b.tiny else shapes:
+        for dtype in (FLOAT, HALF):
+            what = f"linear_scan {shape} {_name(dtype)}"
+            b.attempt(what, lambda s=shape, d=dtype: _measure_scan(b, "scan", "linear", linear_scan, s, d, _pair(b)))
+
+
+def measure_long(b: Bench) -> None:
+    """One row, so that only time is left to fill the GPU with."""
+    shapes = [(1, 2048, 8)] if b.tiny else [(1, 2**20, 1024), (1, 2**20, 64), (1, 2**18, 256)]
+    for shape in shapes:
+        for dtype in (FLOAT, HALF):
+            what = f"linear_scan {shape} {_name(dtype)}"
+            b.attempt(what, lambda s=shape, d=dtype: _measure_scan(b, "long", "linear", linear_scan, s, d, _pair(b)))
+
+
+def measure_cells(b: Bench) -> None:
+    """What is fused with the recurrence, and the complex recurrences of GateLoop and S5."""
+
+    def real(count: int) -> Callable:
+        return lambda shape, dtype: tuple(b.random(*shape, dtype=dtype) for _ in range(count))
+
+    def constant(shape, dtype):
+        return b.coefficients(shape[-1], dtype=dtype), b.random(*shape, dtype=dtype)
+
+    def positive(scan):
+        return lambda *x: scan(*x, positive=True)
+
+    shape = (2, 64, 16) if b.tiny else (8, 4096, 1536)
+    cells = [
+        ("mingru_vanilla", mingru_scan, real(2), (FLOAT, HALF)),
+        ("mingru_positive", positive(mingru_scan), real(2), (FLOAT, HALF)),
+        ("minlstm_vanilla", minlstm_scan, real(3), (FLOAT, HALF)),
+        ("minlstm_positive", positive(minlstm_scan), real(3), (FLOAT, HALF)),
+        ("linear, complex", linear_scan, _pair(b), (torch.complex64,)),
+        ("linear, complex and constant", linear_scan, constant, (torch.complex64,)),
+    ]
+    for cell, scan, make, dtypes in cells:
+        for dtype in dtypes:
+            what = f"{cell} {_name(dtype)}"
+            b.attempt(what, lambda c=(cell, scan), d=dtype, m=make: _measure_scan(b, "cells", *c, shape, d, m))
+
+
+def measure_longhorn(b: Bench) -> None:
+    """Against its own bytes, and mamba_ssm's selective scan of the same sizes."""
+    shapes = [(2, 32, 8)] if b.tiny else [(8, 2048, 1536), (1, 2**17, 1536)]
+    m = 4 if b.tiny else 16
+    for shape in shapes:
+        for dtype in (FLOAT, HALF):
+            what = f"longhorn_scan {shape} {_name(dtype)}"
+            b.attempt(what, lambda s=shape, d=dtype: _measure_longhorn(b, s, m, d))
+
+
+def _measure_longhorn(b: Bench, shape, m: int, dtype: torch.dtype) -> None:
+    fields = {"shape": [*shape, m], "dtype": _name(dtype)}
+    sets = []
+    for _ in range(SETS):
+        sets.append([b.random(*shape[:2], size, dtype=dtype) for size in (shape[2], shape[2], m, m)])
+    wide, narrow = sets[0][0].nbytes, sets[0][2].nbytes
+    forward = seconds_of(_forward(longhorn_scan, sets), b.device)
+    b.add("longhorn", "longhorn", forward, 3 * wide + 2 * narrow, direction="forward", **fields)
+    calls = []
+    for x in sets:
+        grad, final = torch.randn_like(x[0]), b.random(shape[0], shape[2], m, dtype=FLOAT)
+        calls.append(
+            lambda a=(*x, None, None, grad, final, False, b.device.type): torch.ops.hf_recurrent.longhorn_backward(*a)
+        )
+    seconds = forward + seconds_of(calls, b.device)
+    moved = 3 * wide + 2 * narrow + 5 * wide + 4 * narrow
+    row = b.add("longhorn", "longhorn", seconds, moved, direction="forward + backward", **fields)
+    row["times_floor"] = round(b.copy_speed * seconds / moved, 3)
+    scan = gpu_peers.selective_scan()
+    if scan is None:
+        return
+    batch, length, width = shape
+    u, delta = (b.random(batch, width, length, dtype=dtype).requires_grad_() for _ in "ud")
+    A = (-torch.rand(width, m, device=b.device)).requires_grad_()
+    B, C = (b.random(batch, m, length, dtype=dtype).requires_grad_() for _ in "BC")
+    grad = torch.randn_like(u)
+    inputs = (u, delta, A, B, C)
+    peer = eager_seconds_of(lambda: torch.autograd.grad(scan(*inputs), inputs, grad), b.device)
+    b.add("longhorn", "mamba_ssm selective scan", peer, direction="forward + backward", **fields)
+    row["of_mamba_ssm"] = round(seconds / peer, 4)
+
+
+def measure_peers(b: Bench) -> None:
+    """The scans of others on the same values, forward; each ratio is their time over ours."""
+    for shape in [(2, 64, 16)] if b.tiny else [(8, 2048, 1024), (8, 8192, 1024), (1, 65536, 1024)]:
+        for dtype in (FLOAT, HALF):
+            sets = [_pair(b)(shape, dtype) for _ in range(SETS)]
+            with torch.no_grad():
+                ours = seconds_of(_forward(linear_scan, sets), b.device)
+            for name, (layout, scan) in gpu_peers.scans().items():
+                what = f"{name} {shape} {_name(dtype)}"
+                b.attempt(what, lambda a=(name, layout, scan), s=sets, o=ours: _measure_peer(b, *a, s, o))
+
+
+def _measure_peer(b: Bench, name: str, layout: str, scan: Callable, sets, ours: float) -> None:
+    shape, dtype = list(sets[0][1].shape), _name(sets[0][1].dtype)
+    if layout == "logs":
+        sets = [(a.log(), x) for a, x in sets]
+    elif layout == "channels":
+        sets = [tuple(x.mT.contiguous() for x in pair) for pair in sets]
+    calls = [lambda x=x: scan(*x) for x in sets]
+    with torch.no_grad():
+        try:
+            seconds = seconds_of(calls, b.device)
+        except RuntimeError:  # what cannot be captured into a graph is timed as it runs
+            torch.cuda.synchronize()
+            seconds = eager_seconds_of(calls[0], b.device)
+    b.add("peers", name, seconds, shape=shape, dtype=dtype, direction="forward", times_ours=round(seconds / ours, 3))
+
+
+def measure_layers(b: Bench) -> None:
+    """A training step of a layer against cuDNN's GRU and LSTM of the same width, batch 64, as in the paper."""
+    widths, lengths, batch = ([8], [16], 2) if b.tiny else ([64, 256], [512, 4096], 64)
+    for ours, theirs in ((MinGRUMixer, nn.GRU), (MinLSTMMixer, nn.LSTM)):
+        for width in widths:
+            for length in lengths:
+                what = f"{theirs.__name__} {(batch, length, width)}"
+                b.attempt(what, lambda a=(ours, theirs), s=(batch, length, width): _measure_layer(b, *a, s))
+
+
+def _measure_layer(b: Bench, ours: type, theirs: type, shape) -> None:
+    x, grad = (b.random(*shape, dtype=FLOAT) for _ in "xg")
+    config = getattr(hf_recurrent, ours.__name__.replace("Mixer", "Config"))
+    config = config(hidden_size=shape[2], expansion=1, conv_kernel=0, vocab_size=8)
+    mixer, rnn = ours(config).to(b.device), theirs(shape[2], shape[2], batch_first=True).to(b.device)
+
+    def step(module: nn.Module, call: Callable) -> Callable:
+        def run():
+            call(module).backward(grad)
+            module.zero_grad()
+
+        return run
+
+    fields = {"shape": list(shape), "dtype": "float32", "direction": "training step"}
+    seconds = eager_seconds_of(step(mixer, lambda m: m(x, {}, None, None)[0]), b.device)
+    peer = eager_seconds_of(step(rnn, lambda m: m(x)[0]), b.device)
+    b.add("layers", ours.__name__.removesuffix("Mixer"), seconds, **fields, times_faster=round(peer / seconds, 2))
+    b.add("layers", f"nn.{theirs.__name__}", peer, **fields)
+
+
+def _training_step(b: Bench, family: str, shape, **options) -> Callable:
+    config = getattr(hf_recurrent, f"{family}Config")(**options)
+    model = getattr(hf_recurrent, f"{family}ForCausalLM")(config).to(b.device, HALF).train()
+    ids = torch.randint(config.vocab_size, shape, device=b.device)
+
+    def run():
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return run
+
+
+def measure_step(b: Bench) -> None:
+    """Forward and backward of models of 125M parameters in bfloat16, and of the same without recurrences."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32} if b.tiny else {}
+    shape = (2, 16) if b.tiny else (8, 2048)
+    # The defaults are 12 layers of 768; Longhorn's blocks have no MLP and are twice as many.
+    for family, layers in (("MinGRU", 12), ("MinLSTM", 12), ("GateLoop", 12), ("Longhorn", 24)):
+
+        def run(family: str = family, layers: int = layers) -> None:
+            step = _training_step(b, family, shape, **{"num_hidden_layers": layers, **sizes})
+            seconds = eager_seconds_of(step, b.device)
+            product = training_steps.with_product(lambda _: step())
+            without = eager_seconds_of(lambda: product(0), b.device)
+            fields = {"shape": list(shape), "dtype": "bfloat16", "direction": "training step"}
+            b.add("step", family, seconds, **fields, of_model_without_recurrence=round(without / seconds, 4))
+
+        b.attempt(f"training step of {family}", run)
+
+
+def measure_decode(b: Bench) -> None:
+    """One token for a batch: the scan of one layer, captured into a graph."""
+    for batch in (2,) if b.tiny else (1, 64, 512):
+        shape = (batch, 1, 16 if b.tiny else 1536)
+
+        def run(shape=shape) -> None:
+            hidden, gate = (b.random(*shape, dtype=HALF) for _ in "hg")
+            state = b.random(shape[0], shape[2], dtype=FLOAT)
+            moved = 3 * hidden.nbytes + 2 * state.nbytes
+            with torch.no_grad():
+                seconds = seconds_of([lambda: mingru_scan(hidden, gate, state)[0]] * 20, b.device)
+            b.add("decode", "mingru_vanilla", seconds, moved, shape=list(shape), dtype="bfloat16", direction="forward")
+
+        b.attempt(f"decode {shape}", run)
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+SECTIONS = {
+    "copy": measure_copy,
+    "check": measure_check,
+    "scan": measure_scan,
+    "cells": measure_cells,
+    "long": measure_long,
+    "longhorn": measure_longhorn,
+    "layers": measure_layers,
+    "step": measure_step,
+    "decode": measure_decode,
+    "peers": measure_peers,
+    "sanitizer": measure_sanitizer,
+}
+PACKAGES = ("hf-recurrent", "torch", "transformers", "cuda-core", "nvidia-cuda-nvrtc", *gpu_peers.PACKAGES)
+
+
+def about(device: torch.device) -> dict:
+    found = machine(PACKAGES)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "gpu": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "cuda": torch.version.cuda,
+        }
+    else:
+        found |= {"gpu": "no GPU"}
+    return found
+
+
+def run(b: Bench, sections: list[str], folder: Path, command: str) -> dict:
+    """Runs the sections, writing `folder`/<gpu>.json and .md after each, and .png at the end."""
+    document = {"command": command, "tiny": b.tiny, "machine": about(b.device), "seconds": {}}
+    stem = re.sub(r"[^a-z0-9]+", "-", document["machine"]["gpu"].lower()).strip("-")
+    document |= {"results": b.results, "not_measured": b.not_measured}  # which the sections add to
+    for section in sections:
+        start = time.monotonic()
+        b.attempt(section, lambda section=section: SECTIONS[section](b))
+        document["seconds"][section] = round(time.monotonic() - start, 1)
+        texts = {"json": json.dumps(document, indent=1) + "\n", "md": gpu_report.markdown(document)}
+        for suffix, text in texts.items():
+            write(folder / f"{stem}.{suffix}", lambda path, text=text: Path(path).write_text(text))
+    write(folder / f"{stem}.png", lambda path: gpu_report.draw(document, path))
+    return document
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="examples:\n  python benchmarks/gpu.py\n  python benchmarks/gpu.py --only copy check scan\n"
+        "  python benchmarks/gpu.py --device cpu --tiny --output /tmp/bench     # to see that it works",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cuda (default) or cpu")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="the sections to measure")
+    parser.add_argument("--minutes", type=float, default=7.5, help="no new measurement is begun after (default 7.5)")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch sees no CUDA device; --device cpu --tiny shows that the benchmark itself works")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    given = " ".join(sys.argv[1:] if argv is None else argv)
+    b = Bench(device, arguments.tiny, arguments.minutes)
+    document = run(b, arguments.only, arguments.output, f"python benchmarks/gpu.py {given}".strip())
+    print(gpu_report.markdown(document))
+    failures = sum(len(row["failures"]) for row in b.results if row["section"] == "check")
+    return 1 if failures or any(section in b.not_measured for section in arguments.only) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

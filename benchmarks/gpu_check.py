@@ -1,0 +1,133 @@
+"""Every cell and dtype on a device against the float64 loop on the CPU, forward and all gradients, twice bit for bit.
+
+python benchmarks/gpu_check.py                 # what `make bench-gpu` checks first
+python benchmarks/gpu_check.py --small         # few and small shapes, as for compute-sanitizer
+"""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "scan"))
+
+import test_longhorn_scan
+from oracle import CELLS, coefficients, compare, linear, mask_and_reset, random
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# (batch, length, channels): odd and even widths, one position, one channel, and lengths that are split into segments.
+SHAPES = [(1, 1, 1), (3, 1, 64), (3, 37, 33), (2, 300, 64), (5, 129, 520), (1, 4500, 16), (2, 2300, 7)]
+SMALL_SHAPES = [(2, 1, 5), (2, 70, 33), (1, 1030, 8)]
+
+
+def random_shapes(count: int) -> list[tuple[int, int, int]]:
+    """Log-uniform batches up to 8, lengths up to 700, widths up to 900."""
+    most = torch.tensor([8.0, 700.0, 900.0])
+    return [tuple(int(n) for n in (most ** torch.rand(3)).round()) for _ in range(count)]
+
+
+def _cases(small: bool) -> list[tuple[str, Callable[..., list]]]:
+    """(what is checked, a function of the backend and the device that checks it and returns all outputs)."""
+    cases = []
+    for shape in SMALL_SHAPES if small else SHAPES + random_shapes(5):
+        for name, (scan, count) in {"linear": (linear, 2), **CELLS}.items():
+            for dtype in (*DTYPES, torch.complex64) if name == "linear" else DTYPES:
+                cases.append((f"{name} {dtype} {shape}", _scan_case(scan, count, shape, dtype, name == "linear")))
+        cases.append((f"constant coefficients {shape}", _constant_case(shape)))
+    for shape in (
+        [(2, 21, 33, 16), (1, 1030, 5, 2)]
+        if small
+        else [(3, 37, 33, 16), (2, 300, 70, 16), (1, 2100, 9, 5), (2, 65, 24, 64)]
+    ):
+        for dtype in DTYPES:
+            cases.append((f"longhorn {dtype} {shape}", _longhorn_case(shape, dtype)))
+    return cases
+
+
+def _options(batch: int, length: int) -> list[dict]:
+    mask, reset = mask_and_reset(batch, length)
+    return [{}, {"mask": mask, "reset": reset, "reverse": True}]
+
+
+def _scan_case(scan, count, shape, dtype, is_linear):
+    def check(backend, device):
+        outputs = []
+        for options in _options(*shape[:2]):
+            first = coefficients(*shape, dtype=dtype) if is_linear else random(*shape, dtype=dtype)
+            # Below one in magnitude, lest rounding add up over thousands of positions, as it does in the loop too.
+            inputs = [0.99 * first if is_linear else first, *(random(*shape, dtype=dtype) for _ in range(count - 1))]
+            state = random(shape[0], shape[2], dtype=torch.promote_types(dtype, torch.float32))
+            outputs += compare(scan, inputs, state, backend=backend, device=device, **options)
+        return outputs
+
+    return check
+
+
+def _constant_case(shape):
+    """As S5 has them: one complex coefficient for each channel."""
+
+    def check(backend, device):
+        dtype = torch.complex64
+        inputs = 0.99 * coefficients(shape[2], dtype=dtype), random(*shape, dtype=dtype)
+        return compare(linear, inputs, None, backend=backend, device=device)
+
+    return check
+
+
+def _longhorn_case(shape, dtype):
+    def check(backend, device):
+        return [
+            x
+            for options in _options(*shape[:2])
+            for x in test_longhorn_scan.compare(
+                test_longhorn_scan.inputs_for(*shape, dtype), backend, device=device, **options
+            )
+        ]
+
+    return check
+
+
+def check_all(device: torch.device, small: bool = False, progress: Callable = iter) -> dict:
+    """Runs every case twice from the same seed.
+
+    Returns:
+        {"cases": how many, "failures": [{"case", "error"}]}.
+    """
+    failures, cases = [], _cases(small)
+    for number, (name, check) in enumerate(progress(cases)):
+        try:
+            runs = []
+            for _ in range(2):
+                torch.manual_seed(number)
+                runs.append(check(device.type, device))
+            # NaNs have failed before; torch.equal compares values, and no output is a negative zero in one run only.
+            if not all(torch.equal(x, y) for x, y in zip(*runs, strict=True)):
+                raise AssertionError("two runs differ")
+        except Exception as error:  # recorded, so that the others are checked too
+            line = traceback.extract_tb(error.__traceback__)[-1]
+            failures.append(
+                {"case": name, "error": f"{type(error).__name__} at {line.filename}:{line.lineno}: {error}"[:500]}
+            )
+    return {"cases": len(cases), "failures": failures}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
+    parser.add_argument("--small", action="store_true", help="few and small shapes")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found = check_all(
+        torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu"), arguments.small
+    )
+    for failure in found["failures"]:
+        print(f"{failure['case']}: {failure['error']}")
+    print(f"{found['cases'] - len(found['failures'])} of {found['cases']} cases are right")
+    return bool(found["failures"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Other people's GPU scans, each behind one call of the same form; one that is absent is said, not failed."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from measure import version_of
+
+PACKAGES = ("flash-linear-attention", "accelerated-scan", "mamba-ssm", "triton")
+
+
+def absent() -> dict[str, str]:
+    return {package: "not installed" for package in PACKAGES if version_of(package) is None}
+
+
+def _combine(first, second):
+    (a, h), (next_a, next_h) = first, second
+    return next_a * a, next_a * h + next_h
+
+
+def scans() -> dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
+    """name -> (layout, function) of the scans h_t = a_t h_{t-1} + b_t that are installed.
+
+    Layout "time": (a, b), (B, L, D). "logs": (log a, b). "channels": (a, b), (B, D, L), L a power of two.
+    """
+    found: dict[str, tuple[str, Callable]] = {}
+    if version_of("triton") and torch.cuda.is_available():
+        from torch._higher_order_ops.associative_scan import associative_scan
+
+        compiled = torch.compile(
+            lambda a, b: associative_scan(_combine, (a, b), dim=1, combine_mode="pointwise")[1], dynamic=False
+        )
+        found["torch associative_scan, compiled"] = ("time", compiled)
+    if version_of("flash-linear-attention"):
+        from fla.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
+
+        found["fla chunk_hgrn"] = ("logs", lambda g, b: chunk_hgrn(b, g)[0])
+        found["fla fused_recurrent_hgrn"] = ("logs", lambda g, b: fused_recurrent_hgrn(b, g)[0])
+    if version_of("accelerated-scan"):
+        from accelerated_scan.warp import scan
+
+        found["accelerated-scan warp"] = ("channels", scan)
+    return found
+
+
+def selective_scan() -> Callable | None:
+    """mamba_ssm's, as f(u, delta, A, B, C): (B, D, L), (B, D, L), (D, m), (B, m, L), (B, m, L) -> (B, D, L)."""
+    if version_of("mamba-ssm") is None:
+        return None
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    return lambda u, delta, A, B, C: selective_scan_fn(u, delta, A, B, C, delta_softplus=True)

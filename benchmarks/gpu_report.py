@@ -1,0 +1,151 @@
+"""The tables and the picture of a GPU measurement; both are made from the results alone."""
+
+from report import table
+
+# What a fraction or factor is called in the tables.
+COLUMNS = {
+    "gigabytes_per_second": "GB/s",
+    "of_copy": "of the copy's speed",
+    "of_add": "time / torch.add's",
+    "times_floor": "time / its bytes at the copy's speed",
+    "of_mamba_ssm": "time / mamba_ssm's",
+    "times_ours": "time / linear_scan's",
+    "times_faster": "times faster than cuDNN",
+    "of_model_without_recurrence": "speed / without recurrence",
+}
+TITLES = {
+    "copy": "Memory",
+    "scan": "linear_scan",
+    "cells": "Fused cells and complex recurrences",
+    "long": "One row of a long sequence",
+    "longhorn": "Longhorn",
+    "layers": "A layer's training step against cuDNN",
+    "step": "Training steps of models of 125M parameters",
+    "decode": "One token, in a graph",
+    "peers": "Other scans, forward",
+}
+
+
+def _goals(results: list[dict]) -> list[list[str]]:
+    """Rows of [what, worst measured, asked for]."""
+
+    def values(section, field, keep=lambda row: True):
+        return [row[field] for row in results if row["section"] == section and field in row and keep(row)]
+
+    def direction(name):
+        return lambda row: row["direction"] == name
+
+    def full(name):  # the goal is for as many channels as fill the GPU
+        return lambda row: row["direction"] == name and row["shape"][0] * row["shape"][2] >= 8192
+
+    goals = [
+        ("linear_scan forward, of the copy's speed", min, values("scan", "of_copy", full("forward")), "≥ 0.88"),
+        ("linear_scan forward, time over torch.add's", max, values("scan", "of_add", full("forward")), "≤ 1.05"),
+        ("linear_scan backward, of the copy's speed", min, values("scan", "of_copy", full("backward")), "≥ 0.85"),
+        ("fused cells, of the copy's speed", min, values("cells", "of_copy"), "≥ 0.8"),
+        ("(1, 1M, 1024) forward, of the copy's speed", min,
+         values("long", "of_copy", lambda row: row["shape"] == [1, 2**20, 1024] and direction("forward")(row)), "≥ 0.7"),
+        ("Longhorn m = 16, forward + backward, time over its bytes'", max, values("longhorn", "times_floor"), "≤ 4"),
+        ("Longhorn m = 16, time over mamba_ssm's", max, values("longhorn", "of_mamba_ssm"), "≤ 1"),
+        ("other scans, time over linear_scan's", min, values("peers", "times_ours"), "> 1"),
+        ("minGRU layer, times faster than cuDNN's GRU, L 512", min,
+         values("layers", "times_faster", lambda row: row["name"] == "MinGRU" and row["shape"][1] == 512), "≥ 175"),
+        ("minLSTM layer, times faster than cuDNN's LSTM, L 512", min,
+         values("layers", "times_faster", lambda row: row["name"] == "MinLSTM" and row["shape"][1] == 512), "≥ 235"),
+        ("either layer, times faster than cuDNN's, L 4096", min,
+         values("layers", "times_faster", lambda row: row["shape"][1] == 4096), "≥ 1300"),
+        ("training step, speed over that without recurrence", min,
+         values("step", "of_model_without_recurrence"), "≥ 0.85"),
+    ]  # fmt: skip
+    return [[what, f"{worst(found):.3g}", asked] for what, worst, found, asked in goals if found]
+
+
+def markdown(document: dict) -> str:
+    about, results = document["machine"], document["results"]
+    packages = about["packages"]
+    lines = [
+        f"{about['gpu']}, torch {packages['torch']}, {about['date'][:10]}, commit {about['commit']}, "
+        f"`{document['command']}`, {sum(document['seconds'].values()):.0f} s."
+    ]
+    if document["tiny"]:
+        lines += ["", "Tiny sizes: these times say nothing."]
+    elif goals := _goals(results):
+        lines += ["", *table(["what", "the worst measured", "asked for"], goals)]
+    for row in results:
+        if row["section"] == "check":
+            lines += ["", f"{row['cases'] - len(row['failures'])} of {row['cases']} checks {row['name']} are right."]
+            lines += [f"- {failure['case']}: {failure['error']}" for failure in row["failures"]]
+        elif row["section"] == "sanitizer":
+            said = "; ".join(row["summary"]) or row.get("output", "").strip().replace("\n", " | ")
+            lines += ["", f"compute-sanitizer {row['name']}: status {row['status']}. {said}"]
+    for section, title in TITLES.items():
+        rows = [row for row in results if row["section"] == section]
+        if not rows:
+            continue
+        fields = [field for field in COLUMNS if any(field in row for row in rows)]
+        header = ["", "shape", "dtype", "direction", "µs", *(COLUMNS[field] for field in fields)]
+        body = [
+            [
+                row["name"],
+                str(tuple(row.get("shape", ()))) if "shape" in row else "",
+                row.get("dtype", ""),
+                row.get("direction", ""),
+                f"{row['microseconds']:.1f}",
+                *(f"{row[field]:.3g}" if field in row else "" for field in fields),
+            ]
+            for row in rows
+        ]
+        lines += ["", f"### {title}", "", *table(header, body)]
+    for name, reason in document["not_measured"].items():
+        lines += ["", f"Not measured: {name}: {reason}"]
+    return "\n".join(lines) + "\n"
+
+
+def draw(document: dict, path: str) -> None:
+    """One panel of bars for each kind of measurement that has a ratio."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    kinds = [
+        (("scan", "long", "cells"), "of_copy", "of the copy's speed (longer is better)", "forward", 0.88),
+        (("scan", "long", "cells"), "of_copy", "of the copy's speed (longer is better)", "backward", 0.85),
+        (("longhorn",), "times_floor", "time / its bytes at the copy's speed (shorter is better)", None, 4),
+        (("peers",), "times_ours", "time / linear_scan's", None, 1),
+        (("layers",), "times_faster", "times faster than cuDNN", None, None),
+        (("step",), "of_model_without_recurrence", "speed / the model's without recurrence", None, 0.85),
+    ]
+    panels = []
+    for sections, field, label, direction, goal in kinds:
+        rows = [
+            row
+            for row in document["results"]
+            if row["section"] in sections and field in row and direction in (None, row["direction"])
+        ]
+        if rows:
+            panels.append((rows, field, label, direction, goal))
+    heights = [1 + 0.27 * len(rows) for rows, *_ in panels] or [1]
+    figure, axes = plt.subplots(
+        len(heights), 1, figsize=(10, sum(heights) + 1), squeeze=False, layout="constrained", height_ratios=heights
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (rows, field, label, direction, goal) in zip(axes.flat, panels, strict=False):
+        names = [f"{row['name']} {tuple(row['shape'])} {row['dtype']}" for row in rows]
+        bars = axis.barh(range(len(rows)), [row[field] for row in rows], 0.75, color="#1f5f8b")
+        axis.bar_label(bars, [f"{row[field]:.2f}" for row in rows], padding=3, fontsize=8)
+        axis.set_yticks(range(len(rows)), names, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_xlabel(label)
+        axis.set_title(", ".join(filter(None, (", ".join(dict.fromkeys(row["section"] for row in rows)), direction))))
+        axis.spines[["top", "right"]].set_visible(False)
+        if goal is not None:
+            axis.axvline(goal, color="#b5651d", linewidth=1, linestyle="--")
+        if field == "times_faster":
+            axis.set_xscale("log")
+        axis.margins(x=0.12)
+    about = document["machine"]
+    figure.suptitle(f"{about['gpu']}, torch {about['packages']['torch']}, {about['date'][:10]}")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,68 @@
+"""The GPU benchmark's own code, on the CPU with tiny sizes."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # gpu_check adds to it
+    import gpu
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield gpu
+    torch.set_num_threads(threads)
+
+
+def test_every_section_runs(gpu, tmp_path, capsys, monkeypatch):
+    import gpu_timing
+
+    monkeypatch.setattr(gpu_timing, "_repeated", lambda run, seconds, fewest: run())
+    status = gpu.main(["--device", "cpu", "--tiny", "--output", str(tmp_path)])
+    document = json.loads((tmp_path / "no-gpu.json").read_text())
+    assert {path.name for path in tmp_path.iterdir()} == {"no-gpu.json", "no-gpu.md", "no-gpu.png"}
+    # What is not here is said; nothing else has failed.
+    absent = {"flash-linear-attention", "accelerated-scan", "mamba-ssm", "triton", "compute-sanitizer"}
+    assert document["not_measured"].keys() <= absent, document["not_measured"]
+    assert status == 0
+    assert document["seconds"].keys() == gpu.SECTIONS.keys()
+    found = {row["section"] for row in document["results"]}
+    assert found >= gpu.SECTIONS.keys() - {"peers", "sanitizer"}
+    check = next(row for row in document["results"] if row["section"] == "check")
+    assert check["cases"] > 40 and check["failures"] == []
+    for row in document["results"]:
+        if row["section"] in ("scan", "cells", "long"):
+            assert row["of_copy"] > 0 and row["direction"] in ("forward", "backward")
+    assert "Tiny sizes" in capsys.readouterr().out
+
+
+def test_a_failing_section_is_recorded(gpu, tmp_path, monkeypatch):
+    def broken(b):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setitem(gpu.SECTIONS, "scan", broken)
+    arguments = ["--device", "cpu", "--tiny", "--only", "copy", "scan", "--output", str(tmp_path)]
+    assert gpu.main(arguments) == 1
+    document = json.loads((tmp_path / "no-gpu.json").read_text())
+    assert document["not_measured"]["scan"] == "RuntimeError: out of order"
+    assert document["results"][0]["section"] == "copy"
+
+
+def test_out_of_time(gpu, tmp_path):
+    gpu.main(["--device", "cpu", "--tiny", "--only", "copy", "--minutes", "0", "--output", str(tmp_path)])
+    assert json.loads((tmp_path / "no-gpu.json").read_text())["not_measured"]["copy"] == "out of time"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_without_a_gpu(gpu, capsys):
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "PyTorch sees no CUDA device" in capsys.readouterr().err
