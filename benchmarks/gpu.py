@@ -25,11 +25,11 @@ import gpu_report
 import hf_recurrent
 import training_steps
 from gpu_timing import eager_seconds_of, seconds_of
+from hf_recurrent.files import replacing, write_whole
+from hf_recurrent.measure import machine
 from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.modeling.minlstm import MinLSTMMixer
 from hf_recurrent.scan import linear_scan, longhorn_scan, mingru_scan, minlstm_scan
-from measure import machine
-from report import write
 
 ROOT = Path(__file__).parents[1]
 SETS = 3  # of tensors, which consecutive calls use in turn
@@ -117,14 +117,8 @@ def measure_sanitizer(b: Bench) -> None:
     for tool in ("memcheck", "racecheck"):
 
         def run(tool: str = tool) -> None:
-            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=scan_"]
-            command += [
-                "--kernel-regex",
-                "kns=longhorn_",
-                sys.executable,
-                str(ROOT / "benchmarks/gpu_check.py"),
-                "--small",
-            ]
+            script = str(ROOT / "benchmarks/gpu_check.py")
+            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, script, "--small"]
             limit = min(100.0, max(b.left(), 1))
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=ROOT)
@@ -410,8 +404,9 @@ def run(b: Bench, sections: list[str], folder: Path, command: str) -> dict:
         document["seconds"][section] = round(time.monotonic() - start, 1)
         texts = {"json": json.dumps(document, indent=1) + "\n", "md": gpu_report.markdown(document)}
         for suffix, text in texts.items():
-            write(folder / f"{stem}.{suffix}", lambda path, text=text: Path(path).write_text(text))
-    write(folder / f"{stem}.png", lambda path: gpu_report.draw(document, path))
+            write_whole(folder / f"{stem}.{suffix}", text)
+    with replacing(folder / f"{stem}.png") as path:
+        gpu_report.draw(document, path)
     return document
 
 

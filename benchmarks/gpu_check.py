@@ -21,6 +21,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (batch, length, channels): odd and even widths, one position, one channel, and lengths that are split into segments.
 SHAPES = [(1, 1, 1), (3, 1, 64), (3, 37, 33), (2, 300, 64), (5, 129, 520), (1, 4500, 16), (2, 2300, 7)]
 SMALL_SHAPES = [(2, 1, 5), (2, 70, 33), (1, 1030, 8)]
+# (batch, length, channels, m)
+LONGHORN_SHAPES = [(3, 37, 33, 16), (2, 300, 70, 16), (1, 2100, 9, 5), (2, 65, 24, 64)]
+SMALL_LONGHORN_SHAPES = [(2, 21, 33, 16), (1, 1030, 5, 2)]
 
 
 def random_shapes(count: int) -> list[tuple[int, int, int]]:
@@ -37,11 +40,7 @@ def _cases(small: bool) -> list[tuple[str, Callable[..., list]]]:
             for dtype in (*DTYPES, torch.complex64) if name == "linear" else DTYPES:
                 cases.append((f"{name} {dtype} {shape}", _scan_case(scan, count, shape, dtype, name == "linear")))
         cases.append((f"constant coefficients {shape}", _constant_case(shape)))
-    for shape in (
-        [(2, 21, 33, 16), (1, 1030, 5, 2)]
-        if small
-        else [(3, 37, 33, 16), (2, 300, 70, 16), (1, 2100, 9, 5), (2, 65, 24, 64)]
-    ):
+    for shape in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         for dtype in DTYPES:
             cases.append((f"longhorn {dtype} {shape}", _longhorn_case(shape, dtype)))
     return cases
@@ -108,9 +107,8 @@ def check_all(device: torch.device, small: bool = False, progress: Callable = it
                 raise AssertionError("two runs differ")
         except Exception as error:  # recorded, so that the others are checked too
             line = traceback.extract_tb(error.__traceback__)[-1]
-            failures.append(
-                {"case": name, "error": f"{type(error).__name__} at {line.filename}:{line.lineno}: {error}"[:500]}
-            )
+            where = f"{type(error).__name__} at {line.filename}:{line.lineno}"
+            failures.append({"case": name, "error": f"{where}: {error}"[:500]})
     return {"cases": len(cases), "failures": failures}
 
 
@@ -120,9 +118,8 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="few and small shapes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = check_all(
-        torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu"), arguments.small
-    )
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    found = check_all(device, arguments.small)
     for failure in found["failures"]:
         print(f"{failure['case']}: {failure['error']}")
     print(f"{found['cases'] - len(found['failures'])} of {found['cases']} cases are right")

@@ -32,9 +32,6 @@ def _goals(results: list[dict]) -> list[list[str]]:
     def values(section, field, keep=lambda row: True):
         return [row[field] for row in results if row["section"] == section and field in row and keep(row)]
 
-    def direction(name):
-        return lambda row: row["direction"] == name
-
     def full(name):  # the goal is for as many channels as fill the GPU
         return lambda row: row["direction"] == name and row["shape"][0] * row["shape"][2] >= 8192
 
@@ -44,7 +41,8 @@ def _goals(results: list[dict]) -> list[list[str]]:
         ("linear_scan backward, of the copy's speed", min, values("scan", "of_copy", full("backward")), "≥ 0.85"),
         ("fused cells, of the copy's speed", min, values("cells", "of_copy"), "≥ 0.8"),
         ("(1, 1M, 1024) forward, of the copy's speed", min,
-         values("long", "of_copy", lambda row: row["shape"] == [1, 2**20, 1024] and direction("forward")(row)), "≥ 0.7"),
+         values("long", "of_copy", lambda row: row["shape"] == [1, 2**20, 1024] and row["direction"] == "forward"),
+         "≥ 0.7"),
         ("Longhorn m = 16, forward + backward, time over its bytes'", max, values("longhorn", "times_floor"), "≤ 4"),
         ("Longhorn m = 16, time over mamba_ssm's", max, values("longhorn", "of_mamba_ssm"), "≤ 1"),
         ("other scans, time over linear_scan's", min, values("peers", "times_ours"), "> 1"),

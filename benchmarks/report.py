@@ -125,9 +125,9 @@ def markdown(document: dict) -> str:
         lengths = rows[0]["lengths"]
         lines += ["", f"### Time over length L, shape (1, L, {rows[0]['channels']})", ""]
         header = ["", *map(str, lengths), "exponent"]
-        table = [[r["name"], *(_number(x) for x in r["milliseconds"]), f"{r['exponent']:.3f}"] for r in rows]
+        body = [[r["name"], *(_number(x) for x in r["milliseconds"]), f"{r['exponent']:.3f}"] for r in rows]
         lines += [
-            *table(header, table),
+            *table(header, body),
             "",
             "Milliseconds; the exponent e of time ~ length^e, by least squares of the logs.",
         ]

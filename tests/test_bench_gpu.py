@@ -23,8 +23,11 @@ def gpu(monkeypatch):
 
 
 def test_every_section_runs(gpu, tmp_path, capsys, monkeypatch):
+    import gpu_check
     import gpu_timing
 
+    monkeypatch.setattr(gpu_check, "SMALL_SHAPES", [(2, 9, 5)])
+    monkeypatch.setattr(gpu_check, "SMALL_LONGHORN_SHAPES", [(2, 9, 5, 3)])
     monkeypatch.setattr(gpu_timing, "_repeated", lambda run, seconds, fewest: run())
     status = gpu.main(["--device", "cpu", "--tiny", "--output", str(tmp_path)])
     document = json.loads((tmp_path / "no-gpu.json").read_text())
@@ -37,7 +40,7 @@ def test_every_section_runs(gpu, tmp_path, capsys, monkeypatch):
     found = {row["section"] for row in document["results"]}
     assert found >= gpu.SECTIONS.keys() - {"peers", "sanitizer"}
     check = next(row for row in document["results"] if row["section"] == "check")
-    assert check["cases"] > 40 and check["failures"] == []
+    assert check["cases"] > 15 and check["failures"] == []
     for row in document["results"]:
         if row["section"] in ("scan", "cells", "long"):
             assert row["of_copy"] > 0 and row["direction"] in ("forward", "backward")

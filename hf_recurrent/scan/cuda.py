@@ -97,11 +97,18 @@ class _Call:
 
 
 def forward(
-    cell: str, inputs: list[Tensor], initial_state: Tensor | None, flags: Tensor | None, reverse: bool
+    cell: str,
+    inputs: list[Tensor],
+    initial_state: Tensor | None,
+    flags: Tensor | None,
+    reverse: bool,
+    final: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """h (B, L, D) and the final state (B, D). `inputs` broadcast to the last one's shape, all of one dtype."""
-    batch, length, channels = inputs[-1].shape
-    final = torch.empty(batch, channels, dtype=STATE_DTYPES[inputs[-1].dtype], device=inputs[-1].device)
+    """h (B, L, D) and the final state (B, D). `inputs` broadcast to the last one's shape, all of one dtype. `final`
+    may be given to be written into, and may be the initial state."""
+    batch, _, channels = inputs[-1].shape
+    if final is None:
+        final = torch.empty(batch, channels, dtype=STATE_DTYPES[inputs[-1].dtype], device=inputs[-1].device)
     initial = None if initial_state is None else aligned(initial_state.contiguous())
     h = torch.empty(inputs[-1].shape, dtype=inputs[-1].dtype, device=inputs[-1].device)
     if h.numel():
@@ -121,6 +128,8 @@ def _forward(cell, inputs, initial, final, flags, reverse, h) -> None:
         return
     if call.segments > 1:
         call.run("scan_forward_segments")
+        if initial is not None and initial.data_ptr() == final.data_ptr():
+            initial = initial.clone()  # which blocks that are still to come must read
     call.run("scan_forward", pointer(h), pointer(initial), pointer(final))
 
 

@@ -63,7 +63,7 @@ def compile_module(module: Module, architecture: str) -> Compiled:
         options = {**OPTIONS, "arch": architecture, "define_macro": list(module.macros)}
         program = Program(code, "c++", ProgramOptions(include_path=str(kernel_cache.SOURCES), **options))
         cubin = bytes(program.compile("cubin", logs=report).code)
-    except Exception as error:  # cuda-core's own classes, which say what the compiler said; a library that is not found
+    except Exception as error:  # cuda-core's own classes: what the compiler said, a library that is missing
         raise BackendUnavailable(
             f"NVRTC could not compile the kernels for {architecture}: {_one_line(error)}"
         ) from error
@@ -126,7 +126,7 @@ class _CurrentStream:
 def launch(
     module: Module, entry: str, device: torch.device, grid: tuple[int, int], threads: int, arguments: Sequence[int]
 ) -> None:
-    """Runs a kernel on PyTorch's current stream of the device. Arguments are integers of 64 bits, pointers among them."""
+    """Runs a kernel on PyTorch's current stream of the device. Arguments are 64-bit integers, pointers among them."""
     from cuda.core import LaunchConfig
     from cuda.core import launch as launch_kernel
 
@@ -151,7 +151,7 @@ def segments_of(length: int, blocks: int, device: torch.device) -> tuple[int, in
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy where its elements do not start at multiples of their size (memory that PyTorch did not allocate)."""
+    """x, or a copy where its elements do not start at multiples of their size (memory that came from elsewhere)."""
     return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % x.element_size() else x
 
 

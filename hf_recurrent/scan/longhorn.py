@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from . import chunked, cpu, longhorn_cuda
-from .ops import check_mask, check_reset_state, check_tensor, choose_backend, refuse_forward_mode, step_flags
+from .ops import (
+    check_mask,
+    check_reset_state,
+    check_tensor,
+    check_updatable,
+    choose_backend,
+    refuse_forward_mode,
+    step_flags,
+)
 from .reference import STATE_DTYPES, linear_scan_loop
 
 CHUNK_ELEMENTS = 1 << 20  # states that the plain form materialises at once: 4 MiB in float32
@@ -134,6 +142,10 @@ torch.library.define(
     "str backend) -> (Tensor, Tensor)",
 )
 torch.library.define(
+    "hf_recurrent::longhorn_",
+    "(Tensor x, Tensor dt, Tensor k, Tensor q, Tensor(a!) state, Tensor? flags, bool reverse, str backend) -> Tensor",
+)
+torch.library.define(
     "hf_recurrent::longhorn_backward",
     "(Tensor x, Tensor dt, Tensor k, Tensor q, Tensor? initial_state, Tensor? flags, Tensor grad_o, Tensor grad_final, "
     "bool reverse, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -162,6 +174,16 @@ def _pieces(x: Tensor) -> int:
     """Parts of the channels for as many threads as the batch does not keep busy."""
     threads = torch.get_num_threads()
     return 1 if len(x) % threads == 0 else max(1, min(threads, x.shape[2] // 64))
+
+
+@torch.library.impl("hf_recurrent::longhorn_", "default")
+def _(x, dt, k, q, state, flags, reverse, backend):
+    """o alone; the final state takes the place of the one that was given."""
+    if backend == "cuda":
+        return longhorn_cuda.forward(x, dt, k, q, state, flags, reverse, final=state)[0]
+    o, final = torch.ops.hf_recurrent.longhorn(x, dt, k, q, state, flags, reverse, backend)
+    state.copy_(final)
+    return o
 
 
 @torch.library.impl("hf_recurrent::longhorn", "default")
@@ -211,6 +233,11 @@ def _(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse, backend):
             grad_q=grad_q.data_ptr(),
         )
     return grad_x, grad_dt, grad_k.sum(1).to(k.dtype), grad_q.sum(1).to(q.dtype), state
+
+
+@torch.library.register_fake("hf_recurrent::longhorn_")
+def _(x, dt, k, q, state, flags, reverse, backend):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("hf_recurrent::longhorn")
@@ -297,6 +324,7 @@ def longhorn_scan(
     reverse: bool = False,
     backend: str | None = None,
     reset_state: Tensor | None = None,
+    update_state: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Longhorn's recurrence and readout (arXiv 2407.14207, section 3.2):
 
@@ -308,7 +336,7 @@ def longhorn_scan(
         dt: pre-activations of the step sizes, (B, L, D).
         k, q: keys and queries, (B, L, m), shared by all channels.
         initial_state: S_{-1}, (B, D, m); zero when absent.
-        mask, reset, reverse: as for `linear_scan`; at padding, o reads the unchanged state.
+        mask, reset, reverse, update_state: as for `linear_scan`; at padding, o reads the unchanged state.
         reset_state: the state that documents start from, (D, m); zero when absent. Not with `reverse`. Each start costs
             as much as m tokens.
         backend: "reference", "chunked", "cpu" or "cuda"; None picks the fastest that can run. The CUDA kernels take m
@@ -347,13 +375,19 @@ def longhorn_scan(
                 f"initial_state must be real, with the shape (batch, channels, m) = {want}, "
                 f"got {initial_state.dtype} {tuple(initial_state.shape)}"
             )
+    if update_state:
+        check_updatable(initial_state, STATE_DTYPES[dtype], list(inputs.values()))
+    given_state = initial_state
+    if initial_state is not None:
         initial_state = initial_state.to(STATE_DTYPES[dtype])
     x, dt, k, q = (tensor.to(dtype) for tensor in (x, dt, k, q))
     if reset_state is not None:
         check_reset_state(reset_state, ((x.shape[2], k.shape[2]),), x, reverse, may_be_complex=False)
         if reset is not None:
             inputs, mask, reset, places = _with_starts(x, dt, k, q, mask, reset, reset_state)
-            o, state = longhorn_scan(*inputs, initial_state, mask=mask, reset=reset, backend=backend)
+            o, state = longhorn_scan(
+                *inputs, given_state, mask=mask, reset=reset, backend=backend, update_state=update_state
+            )
             return o.gather(1, places[..., None].expand_as(x)).to(dtype), state
     given, backend = backend, choose_backend(backend, x.device)
     if backend == "cuda" and k.shape[2] > longhorn_cuda.MAX_STATES[dtype]:
@@ -365,7 +399,9 @@ def longhorn_scan(
         backend = "chunked"
     if backend == "reference":
         o, state = _loop(x, dt, k, q, initial_state, mask, reset, reverse)
-        return o.to(dtype), state
+        return o.to(dtype), given_state.copy_(state) if update_state else state
     refuse_forward_mode(x, dt, k, q, initial_state)
     flags = step_flags(mask, reset, reverse)
+    if update_state:
+        return torch.ops.hf_recurrent.longhorn_(x, dt, k, q, given_state, flags, reverse, backend), given_state
     return torch.ops.hf_recurrent.longhorn(x, dt, k, q, initial_state, flags, reverse, backend)

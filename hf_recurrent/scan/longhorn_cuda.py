@@ -56,13 +56,26 @@ class _Call:
     def forward(self, o: Tensor | None, initial: Tensor | None, final: Tensor | None, checkpoints: Tensor | None):
         if self.segments > 1:
             self.run("longhorn_forward_segments")
+            if initial is not None and final is not None and initial.data_ptr() == final.data_ptr():
+                initial = initial.clone()  # which blocks that are still to come must read
         self.run("longhorn_forward", *(pointer(t) for t in (o, initial, final, checkpoints)))
 
 
-def forward(x, dt, k, q, initial_state: Tensor | None, flags: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-    """o (B, L, D) and the final state (B, D, m)."""
+def forward(
+    x,
+    dt,
+    k,
+    q,
+    initial_state: Tensor | None,
+    flags: Tensor | None,
+    reverse: bool,
+    final: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o (B, L, D) and the final state (B, D, m). `final` may be given to be written into, and may be the initial
+    state."""
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    final = torch.empty(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[x.dtype], device=x.device)
+    if final is None:
+        final = torch.empty(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[x.dtype], device=x.device)
     if not (o.numel() and final.numel()):
         return o.zero_(), final.zero_() if initial_state is None else final.copy_(initial_state)
     initial = None if initial_state is None else aligned(initial_state.contiguous())

@@ -70,6 +70,10 @@ torch.library.define(
     "(str cell, Tensor[] inputs, Tensor? initial_state, Tensor? flags, bool reverse, str backend) -> (Tensor, Tensor)",
 )
 torch.library.define(
+    "hf_recurrent::scan_",
+    "(str cell, Tensor[] inputs, Tensor(a!) state, Tensor? flags, bool reverse, str backend) -> Tensor",
+)
+torch.library.define(
     "hf_recurrent::scan_backward",
     "(str cell, Tensor[] inputs, Tensor h, Tensor? initial_state, Tensor? flags, Tensor grad_h, Tensor grad_final, "
     "bool reverse, str backend) -> (Tensor[], Tensor)",
@@ -81,6 +85,16 @@ def _scan(cell, inputs, initial_state, flags, reverse, backend):
     if backend in COMPILED:
         return COMPILED[backend].forward(cell, inputs, initial_state, flags, reverse)
     return chunked.forward(*inputs, initial_state, flags, reverse)
+
+
+@torch.library.impl("hf_recurrent::scan_", "default")
+def _scan_in_place(cell, inputs, state, flags, reverse, backend):
+    """h alone; the final state takes the place of the one that was given."""
+    if backend == "cuda":
+        return cuda.forward(cell, inputs, state, flags, reverse, final=state)[0]
+    h, final = torch.ops.hf_recurrent.scan(cell, inputs, state, flags, reverse, backend)
+    state.copy_(final)
+    return h
 
 
 @torch.library.impl("hf_recurrent::scan_backward", "default")
@@ -96,6 +110,11 @@ def _(cell, inputs, initial_state, flags, reverse, backend):
     batch, _, channels = inputs[-1].shape
     h = torch.empty_like(inputs[-1], memory_format=torch.contiguous_format)
     return h, h.new_empty(batch, channels, dtype=STATE_DTYPES[h.dtype])
+
+
+@torch.library.register_fake("hf_recurrent::scan_")
+def _(cell, inputs, state, flags, reverse, backend):
+    return torch.empty_like(inputs[-1], memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("hf_recurrent::scan_backward")
@@ -262,6 +281,27 @@ def check_reset_state(x: Tensor, shapes: tuple, like: Tensor, reverse: bool, may
         raise ValueError("reset_state goes with reverse=False: backwards, a document starts at its last token")
 
 
+def check_updatable(state: Tensor | None, dtype: torch.dtype, inputs: list[Tensor]) -> None:
+    """Raises ValueError or TypeError where a scan of `inputs` cannot write its final state into `state`."""
+    if state is None:
+        raise ValueError("update_state needs an initial_state to write into")
+    if state.dtype != dtype:
+        raise TypeError(f"initial_state must be {dtype} to be updated in place, got {state.dtype}")
+    if not state.is_contiguous():
+        raise ValueError(f"initial_state must be contiguous to be updated in place, got strides {state.stride()}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, state)):
+        raise ValueError("update_state overwrites what gradients would need: call it under torch.no_grad()")
+    if torch.compiler.is_compiling():
+        return
+    if state.is_conj() or state.is_neg():
+        raise ValueError("initial_state is a conjugated or negated view, and cannot be updated in place")
+    start, end = state.data_ptr(), state.data_ptr() + state.nbytes
+    for x in inputs:
+        storage = x.untyped_storage()
+        if x.numel() and state.numel() and storage.data_ptr() < end and start < storage.data_ptr() + storage.nbytes():
+            raise ValueError("initial_state shares memory with an input, and cannot be updated in place")
+
+
 def scan(
     cell: Cell,
     inputs: dict[str, Tensor],
@@ -271,9 +311,11 @@ def scan(
     reverse: bool,
     backend: str | None,
     reset_state: Tensor | None = None,
+    update_state: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The common path of all public scans: checks, promotes, picks the backend, calls the operator. `inputs` by their
     names; the last one has the full shape (B, L, D), the others broadcast to it."""
+    given_state = initial_state
     names, tensors = list(inputs), list(inputs.values())
     last = tensors[-1]
     for name, x in inputs.items():
@@ -301,6 +343,8 @@ def scan(
         initial_state = initial_state.to(state_dtype).resolve_conj().resolve_neg()
     check_mask("mask", mask, last)
     check_mask("reset", reset, last)
+    if update_state:
+        check_updatable(given_state, state_dtype, tensors)
     if reset_state is not None:
         check_reset_state(reset_state, ((channels,), (batch, channels)), last, reverse, state_dtype.is_complex)
         if reset is not None:
@@ -311,24 +355,31 @@ def scan(
             h, final_state = scan(
                 LINEAR,
                 {"a": a, "b": b + torch.where(drop, a, 0) * start},
-                initial_state,
+                given_state,
                 mask,
                 reset,
                 reverse,
                 backend,
+                update_state=update_state,
             )
             return h.to(dtype), final_state
     backend = choose_backend(backend, last.device)
     if backend == "reference":
         a, b = cell.coefficients(*tensors)
         h, final_state = linear_scan_loop(a, b, initial_state, mask, reset, reverse)
-        return h.to(dtype), final_state
+        return h.to(dtype), given_state.copy_(final_state) if update_state else final_state
     refuse_forward_mode(*tensors, initial_state)
     flags = step_flags(mask, reset, reverse)
     if backend == "chunked":
         a, b = cell.coefficients(*tensors)
+        if update_state:
+            return torch.ops.hf_recurrent.scan_("linear", [a, b], given_state, flags, reverse, backend).to(
+                dtype
+            ), given_state
         h, final_state = torch.ops.hf_recurrent.scan("linear", [a, b], initial_state, flags, reverse, backend)
         return h.to(dtype), final_state
+    if update_state:
+        return torch.ops.hf_recurrent.scan_(cell.name, tensors, given_state, flags, reverse, backend), given_state
     return torch.ops.hf_recurrent.scan(cell.name, tensors, initial_state, flags, reverse, backend)
 
 
@@ -342,6 +393,7 @@ def linear_scan(
     reverse: bool = False,
     backend: str | None = None,
     reset_state: Tensor | None = None,
+    update_state: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The linear recurrence h_t = a_t h_{t-1} + b_t over time, elementwise over channels.
 
@@ -366,6 +418,9 @@ def linear_scan(
         reset_state: the state that documents start from, (D,) or (B, D); zero when absent. Not with `reverse`.
         backend: "reference" (the loop), "chunked" (plain PyTorch, any device), "cpu" or "cuda" (compiled); None picks
             the fastest that can run.
+        update_state: write the final state into `initial_state`, which is then what is returned as final_state: for
+            decoding at a fixed address, as in a captured CUDA graph. Without gradients; `initial_state` is contiguous
+            and of the state's dtype, and shares no memory with the inputs.
 
     Returns:
         h, (B, L, D) in the inputs' promoted dtype, and final_state, (B, D), in float32 or complex64 (float64 or
@@ -374,10 +429,10 @@ def linear_scan(
 
     Raises:
         TypeError: a dtype that is not supported, or a mask or reset that is not bool.
-        ValueError: shapes or devices that do not fit; an unknown backend.
+        ValueError: shapes or devices that do not fit; an unknown backend; a state that cannot be updated.
         BackendUnavailable: the named backend cannot run here (the message says why).
     """
-    return scan(LINEAR, {"a": a, "b": b}, initial_state, mask, reset, reverse, backend, reset_state)
+    return scan(LINEAR, {"a": a, "b": b}, initial_state, mask, reset, reverse, backend, reset_state, update_state)
 
 
 def mingru_scan(
@@ -391,6 +446,7 @@ def mingru_scan(
     reverse: bool = False,
     backend: str | None = None,
     reset_state: Tensor | None = None,
+    update_state: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The minGRU cell, fused with its recurrence: h_t = (1 - z_t) h_{t-1} + z_t c_t (arXiv 2410.01201, section 3.1).
 
@@ -398,7 +454,7 @@ def mingru_scan(
         hidden: pre-activation of the candidate c, (B, L, D): c = hidden, or with `positive` (the log-space variant,
             appendix B) c = g(hidden), g(x) = x + 0.5 for x >= 0 and sigmoid(x) below.
         gate: pre-activation of the update gate, (B, L, D): z = sigmoid(gate).
-        initial_state, mask, reset, reset_state, reverse, backend: as for `linear_scan`; real only.
+        initial_state, mask, reset, reset_state, reverse, backend, update_state: as for `linear_scan`; real only.
 
     Returns:
         h, (B, L, D), and final_state, (B, D), as `linear_scan` does.
@@ -408,7 +464,9 @@ def mingru_scan(
     """
     _check_real_and_alike(hidden=hidden, gate=gate)
     cell = MINGRU_POSITIVE if positive else MINGRU_VANILLA
-    return scan(cell, {"hidden": hidden, "gate": gate}, initial_state, mask, reset, reverse, backend, reset_state)
+    return scan(
+        cell, {"hidden": hidden, "gate": gate}, initial_state, mask, reset, reverse, backend, reset_state, update_state
+    )
 
 
 def minlstm_scan(
@@ -423,6 +481,7 @@ def minlstm_scan(
     reverse: bool = False,
     backend: str | None = None,
     reset_state: Tensor | None = None,
+    update_state: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The minLSTM cell, fused with its recurrence: h_t = f' h_{t-1} + i' c_t with the gates f = sigmoid(forget) and
     i = sigmoid(input) normalised to f' = f / (f + i), i' = i / (f + i) (arXiv 2410.01201, section 3.2).
@@ -430,7 +489,7 @@ def minlstm_scan(
     Args:
         hidden: pre-activation of the candidate c, (B, L, D), as for `mingru_scan`.
         forget, input: pre-activations of the two gates, (B, L, D).
-        positive, initial_state, mask, reset, reset_state, reverse, backend: as for `mingru_scan`.
+        positive, initial_state, mask, reset, reset_state, reverse, backend, update_state: as for `mingru_scan`.
 
     Returns:
         h, (B, L, D), and final_state, (B, D), as `linear_scan` does.
@@ -441,7 +500,7 @@ def minlstm_scan(
     _check_real_and_alike(hidden=hidden, forget=forget, input=input)
     cell = MINLSTM_POSITIVE if positive else MINLSTM_VANILLA
     inputs = {"hidden": hidden, "forget": forget, "input": input}
-    return scan(cell, inputs, initial_state, mask, reset, reverse, backend, reset_state)
+    return scan(cell, inputs, initial_state, mask, reset, reverse, backend, reset_state, update_state)
 
 
 def _check_real_and_alike(**inputs: Tensor) -> None:

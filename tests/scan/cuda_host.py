@@ -1,4 +1,4 @@
-"""Runs the CUDA kernels' source on the host: compiled by the system's C++ compiler, threads and barriers by host_shim.h."""
+"""Runs the CUDA kernels' source on the host: compiled by the system's C++ compiler, barriers by host_shim.h."""
 
 import ctypes
 import subprocess
@@ -59,7 +59,7 @@ class Host:
         function(entry.encode(), *map(ctypes.c_longlong, (x, y, threads)), int(self.reversed), values)
 
     def install(self, patch) -> None:
-        """Lets the CUDA backend serve CPU tensors: all of it runs but the launch itself. `patch(object, name, value)`."""
+        """Lets the CUDA backend serve CPU tensors: all runs but the launch itself. `patch(object, name, value)`."""
         for module in (cuda, longhorn_cuda):
             patch(module, "launch", self.launch)
         patch(cuda_kernels, "multiprocessors", lambda device: self.multiprocessors)
