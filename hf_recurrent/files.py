@@ -63,6 +63,33 @@ def replacing(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
 
 
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that takes the name `path`, in place of an earlier folder of that name, when the block ends
+    without an error.
+
+    Raises:
+        OSError: it cannot be written; an earlier folder of that name is untouched.
+    """
+    with saving(path):
+        holder = tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent)
+    with holder:
+        temporary, before = Path(holder.name, path.name), Path(holder.name, "before")
+        temporary.mkdir()
+        yield temporary
+        with saving(path):
+            sync_tree(temporary)
+            if path.exists():
+                os.rename(path, before)
+            try:
+                os.rename(temporary, path)
+            except OSError:
+                if before.exists():
+                    os.rename(before, path)
+                raise
+            sync(path.parent)
+
+
 def write_whole(path: Path, content: str) -> None:
     """Write a text file. Raises what `replacing` raises."""
     with replacing(path) as temporary:

@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "pretrain a model on text, or continue with one",
     "generate": "continue a prompt",
     "evaluate": "perplexity of a text of any length, by position",
+    "convert": "checkpoints of the papers' own codes to ours and back",
     "bench": "time the scans against this machine's memory",
     "info": "versions, devices, scan backends, a model's size",
 }
@@ -39,6 +40,7 @@ commands:
 examples:
   hf-recurrent train
   hf-recurrent generate --model runs/mingru --prompt "def "
+  hf-recurrent convert minlm.pt models/mingru
   hf-recurrent bench
   hf-recurrent info
 """

@@ -482,7 +482,8 @@ class RecurrentCache(Cache):
             cache.seen_tokens = int(metadata["seen_tokens"])
             for name, tensor in tensors.items():
                 _, index, state, *kind = name.split(".")
-                cache.layers[int(index)].states[state] = torch.view_as_complex(tensor) if kind else tensor
+                # A copy: numbers in a file lie at any multiple of their own size, complex numbers in memory may not.
+                cache.layers[int(index)].states[state] = torch.view_as_complex(tensor.clone()) if kind else tensor
             for layer in cache.layers:
                 layer.hold(layer.states)
         except (KeyError, IndexError, ValueError, RuntimeError) as error:

@@ -87,6 +87,7 @@ class RecurrentConfig(PreTrainedConfig):
         hidden_dropout: probability of dropout on the embeddings and on what each mixer and MLP adds.
         norm_eps: added to the mean square inside every RMSNorm.
         use_bias: whether the projections of mixer and MLP have biases.
+        use_mlp_bias: whether those of the MLP do, in place of `use_bias`; None for the same.
         use_conv_bias: whether the short convolution has one.
         tie_word_embeddings: whether the language-model head is the embedding matrix.
         residual_in_fp32: keep the residual stream in float32 where the weights are narrower. It sums
@@ -118,6 +119,7 @@ class RecurrentConfig(PreTrainedConfig):
     hidden_dropout: int | float = validated_field(probability, default=0.0)
     norm_eps: int | float = validated_field(positive, default=1e-6)
     use_bias: bool = False
+    use_mlp_bias: bool | None = None
     use_conv_bias: bool = True
     tie_word_embeddings: bool = False
     residual_in_fp32: bool = True
@@ -183,6 +185,11 @@ class RecurrentConfig(PreTrainedConfig):
     def intermediate_size(self) -> int:
         """Inner width of the MLP: mlp_ratio * hidden_size, 0 without MLPs."""
         return whole_product("mlp_ratio", self.mlp_ratio, self.hidden_size)
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether the projections of the MLP have biases: use_mlp_bias, or use_bias where that is None."""
+        return self.use_bias if self.use_mlp_bias is None else self.use_mlp_bias
 
     @property
     def layer_types(self) -> list[str]:

@@ -181,7 +181,8 @@ class GateLoopMixer(nn.Module):
         # Looked up here: as attributes, functions without a name would keep the model from being pickled.
         magnitude = MAGNITUDE_ACTIVATIONS[self.config.magnitude_activation]
         phase = PHASE_ACTIVATIONS[self.config.phase_activation]
-        given = self.transition[None, None] if self.transition_proj is None else self.transition_proj(x)
+        # A copy: weights that were read from a file lie at any multiple of their own size, complex numbers may not.
+        given = self.transition[None, None].clone() if self.transition_proj is None else self.transition_proj(x)
         given = given.to(dtype)
         if self.polar:
             given = given.unflatten(-1, (-1, self.num_heads, self.head_size))

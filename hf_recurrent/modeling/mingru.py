@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..scan import mingru_scan
 from .configuration import RecurrentConfig
-from .layers import ShortConvolution, State, new_initial_state, starting_states
+from .layers import RecurrentBlock, RMSNorm, ShortConvolution, State, new_initial_state, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
 
 
@@ -33,6 +33,8 @@ class MinGRUConfig(RecurrentConfig):
 
     Args:
         candidate: "positive" (the paper's log-space variant, its choice for language) or "vanilla".
+        conv_residual: the convolution, followed by a projection of its own, is a residual branch without a norm, before
+            that of the recurrence (the released package); False: it is part of the latter, between norm and recurrence.
     """
 
     model_type = "mingru"
@@ -48,10 +50,17 @@ class MinGRUConfig(RecurrentConfig):
     }  # fmt: skip
 
     candidate: Literal["positive", "vanilla"] = "positive"
+    conv_residual: bool = False
+
+    def validate_convolution(self):
+        """There must be a convolution where it has a branch (run by `validate`, at construction and on saving)."""
+        if self.conv_residual and not self.conv_kernel:
+            raise ValueError("conv_residual=True needs a convolution: conv_kernel of at least 2, got 0")
 
 
 class MinGRUMixer(nn.Module):
-    """(B, L, hidden_size) -> (B, L, hidden_size); the contract is in layers.py."""
+    """(B, L, hidden_size) -> (B, L, hidden_size); the contract is in layers.py. With `conv_residual` it reads the
+    residual stream as it is, and has the norm of the recurrence inside."""
 
     scan = staticmethod(mingru_scan)
     num_inputs = 2  # of the scan: hidden, gate
@@ -62,25 +71,44 @@ class MinGRUMixer(nn.Module):
         self.positive = config.candidate == "positive"
         self.state_shapes = {"recurrent": (config.recurrent_size,)}
         self.initial_state = new_initial_state(config, self.state_shapes["recurrent"])
-        self.conv1d = None
+        self.conv1d = self.conv_proj = self.norm = None
         if config.conv_kernel:
             self.conv1d = ShortConvolution(config.hidden_size, config.conv_kernel, bias=config.use_conv_bias)
             self.state_shapes["conv"] = self.conv1d.state_shape
+        if config.conv_residual:
+            self.conv_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_conv_bias)
+            self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.in_proj = nn.Linear(config.hidden_size, self.num_inputs * config.recurrent_size, bias=config.use_bias)
         self.out_proj = None
         if config.recurrent_size != config.hidden_size:
             self.out_proj = nn.Linear(config.recurrent_size, config.hidden_size, bias=config.use_bias)
 
     def forward(self, x: Tensor, state: State, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, State]:
-        new_state = {}
+        new_state, branch = {}, None
         if self.conv1d is not None:
-            x, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
+            u = x if self.conv_proj is None else x.to(self.conv1d.weight.dtype)
+            u, new_state["conv"] = self.conv1d(u, state.get("conv"), mask, reset)
+            if self.conv_proj is None:
+                x = u
+            else:
+                branch = self.conv_proj(u)
+                x = self.norm(x + branch)
         inputs = self.in_proj(x).chunk(self.num_inputs, dim=-1)
         before, start = starting_states(self, state, len(x))
         h, new_state["recurrent"] = self.scan(
             *inputs, before, positive=self.positive, mask=mask, reset=reset, reset_state=start
         )
-        return h if self.out_proj is None else self.out_proj(h), new_state
+        y = h if self.out_proj is None else self.out_proj(h)
+        return y if branch is None else branch + y, new_state
+
+
+class MinGRUBlock(RecurrentBlock):
+    """A `RecurrentBlock`; with `conv_residual` its mixer has the first norm."""
+
+    def __init__(self, config: MinGRUConfig, mixer: MinGRUMixer):
+        super().__init__(config, mixer)
+        if config.conv_residual:
+            self.mixer_norm = nn.Identity()
 
 
 class MinGRUModel(RecurrentModel):
@@ -88,6 +116,8 @@ class MinGRUModel(RecurrentModel):
 
     config_class = MinGRUConfig
     mixer_class = MinGRUMixer
+    block_class = MinGRUBlock
+    _no_split_modules = ["MinGRUBlock"]
 
 
 class MinGRUForCausalLM(RecurrentForCausalLM):

@@ -24,7 +24,7 @@ from huggingface_hub.dataclasses import strict
 
 from ..scan import minlstm_scan
 from .configuration import RecurrentConfig
-from .mingru import MinGRUMixer
+from .mingru import MinGRUBlock, MinGRUMixer
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
 
 
@@ -35,6 +35,8 @@ class MinLSTMConfig(RecurrentConfig):
 
     Args:
         candidate: "positive" (the paper's log-space variant, its choice for language) or "vanilla".
+        conv_residual: the convolution, followed by a projection of its own, is a residual branch without a norm, before
+            that of the recurrence (the released package); False: it is part of the latter, between norm and recurrence.
     """
 
     model_type = "minlstm"
@@ -50,6 +52,12 @@ class MinLSTMConfig(RecurrentConfig):
     }  # fmt: skip
 
     candidate: Literal["positive", "vanilla"] = "positive"
+    conv_residual: bool = False
+
+    def validate_convolution(self):
+        """There must be a convolution where it has a branch (run by `validate`, at construction and on saving)."""
+        if self.conv_residual and not self.conv_kernel:
+            raise ValueError("conv_residual=True needs a convolution: conv_kernel of at least 2, got 0")
 
 
 class MinLSTMMixer(MinGRUMixer):
@@ -64,6 +72,8 @@ class MinLSTMModel(RecurrentModel):
 
     config_class = MinLSTMConfig
     mixer_class = MinLSTMMixer
+    block_class = MinGRUBlock
+    _no_split_modules = ["MinGRUBlock"]
 
 
 class MinLSTMForCausalLM(RecurrentForCausalLM):

@@ -41,7 +41,7 @@ from ..scan.elementwise import gate, skip_gelu
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, activation, at_least, kernel_size, not_negative, positive, probability
 from .hippo import hippo_normal, lecun_normal
-from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
+from .layers import MLP, LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
 from .model import (
     IGNORED,
     RecurrentForCausalLM,
@@ -70,6 +70,7 @@ class S5Config(RecurrentConfig):
 
     Args:
         input_size: width of the features that the model reads as `input_features`; None for token ids.
+        input_projection: False for features that go to the first block as they are; they are hidden_size wide.
         state_size: P. With `conj_sym`, the states come in conjugate pairs of which one is kept.
         num_blocks: J, HiPPO-N blocks that the state matrix starts from. Each has state_size / num_blocks states: a
             whole number, and an even one with `conj_sym`.
@@ -90,6 +91,10 @@ class S5Config(RecurrentConfig):
         norm: "layer", or "batch": statistics over all real positions of the batch, running ones in evaluation.
         batch_norm_momentum: share of a batch in the running statistics (the authors' bn_momentum is 1 minus it).
         prenorm: norm before each mixer and MLP; False: after the sum with the residual.
+        normed_residual: what a mixer or an MLP adds is added to its normed input (s5-pytorch), which needs prenorm;
+            False: to the input itself.
+        mlp_type: "plain", act(W x); "glu", with a product of two projections, (V x) * act(W x); "linear", without the
+            activation. s5-pytorch has the last two.
         final_norm: RMSNorm after the last block, which the paper's models lack.
         pooling: what classifiers read: "mean" of the real positions, or the "last" of them.
         use_bias: whether Linear layers have biases, the classifiers' always do.
@@ -144,6 +149,7 @@ class S5Config(RecurrentConfig):
     hidden_act: str = validated_field(activation, default="gelu_pytorch_tanh")
     use_bias: bool = True
     input_size: int | None = None
+    input_projection: bool = True
     state_size: int = validated_field(at_least(1), default=256)
     num_blocks: int = validated_field(at_least(1), default=8)
     conj_sym: bool = True
@@ -158,6 +164,8 @@ class S5Config(RecurrentConfig):
     norm: Literal["layer", "batch"] = "layer"
     batch_norm_momentum: int | float = validated_field(probability, default=0.05)
     prenorm: bool = True
+    normed_residual: bool = False
+    mlp_type: Literal["plain", "glu", "linear"] = "plain"
     final_norm: bool = True
     pooling: Literal["mean", "last"] = "mean"
 
@@ -176,6 +184,17 @@ class S5Config(RecurrentConfig):
             raise ValueError(f"dt_min must not be above dt_max, got dt_min={self.dt_min}, dt_max={self.dt_max}")
         if self.input_size is not None and self.input_size < 1:
             raise ValueError(f"input_size must be None or at least 1, got {self.input_size}")
+
+    def validate_residual(self):
+        """What is added to what must fit (run by `validate`, as the others)."""
+        if not self.input_projection and self.input_size != self.hidden_size:
+            raise ValueError(
+                f"input_projection=False needs input_size = hidden_size = {self.hidden_size}, got {self.input_size}"
+            )
+        if self.normed_residual and not self.prenorm:
+            raise ValueError("normed_residual=True needs prenorm=True, got prenorm=False")
+        if self.mlp_type != "plain" and not self.intermediate_size:
+            raise ValueError(f"mlp_type={self.mlp_type!r} needs an MLP: mlp_ratio above 0, got 0")
 
 
 def _skip(y: Tensor, x: Tensor, d: Tensor) -> Tensor:
@@ -265,7 +284,8 @@ class S5SSM(nn.Module):
         b = self.B.to(dtype)
         if timesteps is None:
             a, gain = self.discretize(step)
-            b = torch.view_as_real(gain[:, None] * torch.view_as_complex(b))
+            # Not view_as_complex: weights that were read from a file lie at any multiple of their own size.
+            b = torch.view_as_real(gain[:, None] * torch.complex(b[..., 0], b[..., 1]))
             scans = [(a, self._drive(x, b))] * 2
         else:
             scans, drive = [], self._drive(x, b)
@@ -413,25 +433,47 @@ class S5Mixer(nn.Module):
         return y if self.out_proj is None else self.out_proj(y), new_state
 
 
+class S5MLP(MLP):
+    """The MLP of the configuration's `mlp_type`; the rows of up_proj are [V, W] for "glu"."""
+
+    def __init__(self, config: S5Config):
+        super().__init__(config)
+        self.gated = config.mlp_type == "glu"
+        if self.gated:
+            self.up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        elif config.mlp_type == "linear":
+            self.act_fn = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return super().forward(x)
+        value, gated = self.up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(value * self.act_fn(gated))
+
+
 class S5Block(RecurrentBlock):
     """A `RecurrentBlock` with the norm of the configuration, before each part or after the sum."""
 
     def __init__(self, config: S5Config, mixer: S5Mixer):
         super().__init__(config, mixer)
-        self.prenorm = config.prenorm
+        self.prenorm, self.normed_residual = config.prenorm, config.normed_residual
         self.mixer_norm = _norm(config)
         self.dropout = ChannelDropout(config.hidden_dropout)
         if self.has_mlp:
             self.mlp_norm = _norm(config)
+            self.mlp = S5MLP(config)
 
     def forward(
         self, hidden_states: Tensor, state: State, mask: Tensor | None = None, reset: Tensor | None = None, **steps
     ) -> tuple[Tensor, State]:
-        mixed, new_state = self.mixer(self._before(self.mixer_norm, hidden_states, mask), state, mask, reset, **steps)
-        hidden_states = self._after(self.mixer_norm, hidden_states + mixed, mask)  # the mixer has its own dropout
+        x = self._before(self.mixer_norm, hidden_states, mask)
+        mixed, new_state = self.mixer(x, state, mask, reset, **steps)  # the mixer has its own dropout
+        residual = x if self.normed_residual else hidden_states
+        hidden_states = self._after(self.mixer_norm, residual + mixed, mask)
         if self.has_mlp:
-            added = self.dropout(self.mlp(self._before(self.mlp_norm, hidden_states, mask)))
-            hidden_states = self._after(self.mlp_norm, hidden_states + added, mask)
+            x = self._before(self.mlp_norm, hidden_states, mask)
+            residual = x if self.normed_residual else hidden_states
+            hidden_states = self._after(self.mlp_norm, residual + self.dropout(self.mlp(x)), mask)
         return hidden_states, new_state
 
     def _before(self, norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -488,7 +530,9 @@ class S5Model(S5PreTrainedModel, RecurrentModel):
         self.dropout = nn.Identity()  # whole channels are dropped, and inside the blocks only
         if config.input_size is not None:
             self.embed_tokens = None
-            self.embed_features = nn.Linear(config.input_size, config.hidden_size, bias=config.use_bias)
+            self.embed_features = nn.Identity()
+            if config.input_projection:
+                self.embed_features = nn.Linear(config.input_size, config.hidden_size, bias=config.use_bias)
         if not config.final_norm:
             self.norm = None
         self.post_init()  # again, for embed_features
@@ -560,7 +604,7 @@ class S5Model(S5PreTrainedModel, RecurrentModel):
             )
         if features.numel() == 0:
             raise ValueError(f"input_features is empty, with the shape {tuple(features.shape)}")
-        return self.embed_features(features.to(self.embed_features.weight.dtype))
+        return self.embed_features(features.to(self.dtype))
 
 
 def _check_timesteps(timesteps: Tensor, shape: tuple[int, int], attention_mask: Tensor | None) -> None:
