@@ -174,7 +174,7 @@ def _index(path: Path) -> dict[str, str]:
         raise Refused(f"{path}: has no weight_map")
     for file in set(map(str, weight_map.values())):
         # Any path would do for reading another file of this machine into what is then published.
-        if Path(file).name != file or file.startswith(".") or "\\" in file or "\0" in file:
+        if not file or Path(file).name != file or file.startswith(".") or "\\" in file or "\0" in file:
             raise Refused(f"{path}: leads to {file!r}, expected the plain name of a file beside it")
         if not (path.parent / file).is_file():
             raise Refused(f"{path.parent}: half a checkpoint: it lacks {file}, which {path.name} names")

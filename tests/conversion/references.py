@@ -117,6 +117,10 @@ def s5_checkpoint(
             x.abs_().add_(0.5)
         elif name.endswith("log_step"):
             x.sub_(2)
+        elif name.endswith("kernel"):
+            x /= math.sqrt(len(x))
+        elif name.endswith(("/B", "/C", "/C1", "/C2")):
+            x /= math.sqrt(x.shape[1])
     return tensors
 
 

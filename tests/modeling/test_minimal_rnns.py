@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import causal_lm, token_ids
+from huggingface_hub.errors import StrictDataclassError
 from minGRU_pytorch.minGRU import minGRU
 from minGRU_pytorch.minLM import minLM
 from minGRU_pytorch.minLSTM import minLSTM
@@ -124,3 +125,64 @@ def test_presets(pair):
     config = config_class.from_preset(f"{family}-selective-copying", hidden_dropout=0.0)
     assert (config.num_hidden_layers, config.hidden_size, config.recurrent_size, config.vocab_size) == (3, 64, 384, 16)
     assert (config.conv_kernel, config.mlp_ratio, config.hidden_dropout) == (0, 0, 0.0)
+
+
+def convolved(config_class, dtype=torch.float64):
+    """A language model whose convolutions have branches of their own."""
+    config = config_class(
+        vocab_size=31, hidden_size=12, num_hidden_layers=2, conv_kernel=3, conv_residual=True, use_mlp_bias=True,
+        initializer_range=0.4,
+    )  # fmt: skip
+    return causal_lm(config, dtype)
+
+
+@each
+@torch.no_grad()
+def test_a_convolution_with_a_branch_of_its_own(pair):
+    """In pieces, padded, packed and taken back, as everything else (the released package: test_sources.py)."""
+    model = convolved(pair[0])
+    assert all(isinstance(layer.mixer_norm, nn.Identity) for layer in model.model.layers)
+    close = {"rtol": 1e-9, "atol": 1e-10}
+    input_ids = token_ids(model.config, 2, 12)
+    whole = model(input_ids).logits
+    cache, pieces = None, []
+    for piece in input_ids.split([1, 5, 2, 4], dim=1):
+        outputs = model(piece, past_key_values=cache, use_cache=True)
+        cache = outputs.past_key_values
+        pieces.append(outputs.logits)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **close)
+    padded, mask = (torch.cat([x.new_zeros(2, 3), x], dim=1) for x in (input_ids, torch.ones_like(input_ids)))
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 3:], whole, **close)
+    positions = torch.cat([torch.arange(12), torch.arange(12)])[None]
+    packed = model(input_ids.view(1, 24), position_ids=positions).logits
+    torch.testing.assert_close(packed.view(2, 12, -1), whole, **close)
+    cache = model(input_ids[:, :6], use_cache=True).past_key_values
+    before = cache.clone()
+    cache.activate_past_recording()
+    model(input_ids[:, 6:9], past_key_values=cache, use_cache=True)
+    cache.crop(-3)
+    for layer, expected in zip(cache.layers, before.layers, strict=True):
+        assert all(torch.equal(state, expected.states[name]) for name, state in layer.states.items())
+
+
+@each
+def test_a_convolutions_branch_trains_and_keeps_the_wide_stream(pair):
+    model = convolved(pair[0], torch.bfloat16).train()
+    input_ids = token_ids(model.config, 2, 12)
+    outputs = model(input_ids, labels=input_ids, output_hidden_states=True)
+    outputs.loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert outputs.hidden_states[1].dtype == torch.float32
+    with pytest.raises(StrictDataclassError, match="conv_residual=True needs a convolution"):
+        pair[0](conv_residual=True, conv_kernel=0)
+
+
+@each
+def test_biases_of_the_mlp_alone(pair):
+    for use_bias in (False, True):
+        for use_mlp_bias in (None, False, True):
+            sizes = {"vocab_size": 7, "hidden_size": 8, "num_hidden_layers": 1}
+            layer = causal_lm(pair[0](**sizes, use_bias=use_bias, use_mlp_bias=use_mlp_bias)).model.layers[0]
+            assert (layer.mixer.in_proj.bias is not None) == use_bias
+            expected = use_bias if use_mlp_bias is None else use_mlp_bias
+            assert (layer.mlp.up_proj.bias is not None) == (layer.mlp.down_proj.bias is not None) == expected

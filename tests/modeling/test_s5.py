@@ -306,7 +306,68 @@ def test_the_residual_is_not_normed():
     assert (theirs.ff_norm(y) - expected).abs().max() > 0.1
 
 
+def misaligned(x):
+    """A copy of `x` that lies at a multiple of its dtype's size, as in a safetensors file, but not of twice that."""
+    copy = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    assert copy.data_ptr() % (2 * x.element_size())
+    return copy
+
+
+@torch.no_grad()
+def test_weights_that_lie_anywhere():
+    """A complex number in memory must lie at a multiple of its own size: a view of other weights ends the process."""
+    model = fresh(S5Model, tiny())
+    features = {"input_ids": torch.arange(10).view(2, 5), "step_rescale": 1.5}
+    expected = model(**features).last_hidden_state
+    for parameter in model.parameters():
+        parameter.data = misaligned(parameter)
+    assert torch.equal(model(**features).last_hidden_state, expected)
+    timesteps = torch.ones(2, 5, dtype=torch.float64)
+    torch.testing.assert_close(model(**features, timesteps=timesteps).last_hidden_state, expected, **CLOSE)
+
+
 # ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mlp_type", ["plain", "glu", "linear"])
+@torch.no_grad()
+def test_normed_residuals_and_mlps(mlp_type):
+    """s5-pytorch's block; against the package itself in conversion/test_sources.py."""
+    options = {
+        "mlp_type": mlp_type,
+        "mlp_ratio": 2,
+        "normed_residual": True,
+        "final_norm": False,
+        "use_mlp_bias": False,
+    }
+    model = fresh(S5Model, tiny(**options, num_hidden_layers=1, input_size=6, input_projection=False))
+    block, x = model.layers[0], torch.randn(2, 5, 6).double()
+    normed = block.mixer_norm(x)
+    x_mid = normed + block.mixer(normed, {}, None, None)[0]
+    normed = block.mlp_norm(x_mid)
+    up = normed @ block.mlp.up_proj.weight.T
+    if mlp_type == "glu":
+        up = up[..., :12] * F.gelu(up[..., 12:], approximate="tanh")
+    elif mlp_type == "plain":
+        up = F.gelu(up, approximate="tanh")
+    expected = normed + up @ block.mlp.down_proj.weight.T
+    torch.testing.assert_close(model(input_features=x).last_hidden_state, expected, **CLOSE)
+    first = model(input_features=x[:, :2], use_cache=True)
+    second = model(input_features=x[:, 2:], past_key_values=first.past_key_values).last_hidden_state
+    torch.testing.assert_close(second, expected[:, 2:], **CLOSE)
+
+
+BLOCK_OPTIONS = {
+    "input_projection=False needs input_size = hidden_size = 6, got None": {"input_projection": False},
+    "normed_residual=True needs prenorm=True": {"normed_residual": True, "prenorm": False},
+    "mlp_type='glu' needs an MLP": {"mlp_type": "glu"},
+}
+
+
+@pytest.mark.parametrize("reason, options", BLOCK_OPTIONS.items())
+def test_options_that_do_not_go_together(reason, options):
+    with pytest.raises(StrictDataclassError, match=reason):
+        tiny(**options)
 
 
 @pytest.mark.parametrize("prenorm", [True, False])
