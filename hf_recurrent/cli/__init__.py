@@ -22,6 +22,7 @@ COMMANDS = {
     "evaluate": "perplexity of a text of any length, by position",
     "convert": "checkpoints of the papers' own codes to ours and back",
     "bench": "time the scans against this machine's memory",
+    "export": "a model with all the code that it needs, for Transformers alone",
     "info": "versions, devices, scan backends, a model's size",
 }
 

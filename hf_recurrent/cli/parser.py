@@ -93,6 +93,19 @@ def number(kind: type, low: float, high: float = LARGEST):
     return convert
 
 
+def _size(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*[KMGT]i?B", text):
+        raise argparse.ArgumentTypeError(f"must be a size such as 500MB or 5GB, got {text}")
+    return text
+
+
+def add_shard_size(parser: Parser) -> None:
+    """--max-shard-size, of the files that weights are written to."""
+    parser.add_argument(
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="larger weights go into several files"
+    )
+
+
 def add_model_flags(parser: Parser, what: str) -> None:
     """--model and --cpu, for `load_model_and_tokenizer`. `what` the command does on the CPU: "generate"."""
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a model, or its name on the Hub")

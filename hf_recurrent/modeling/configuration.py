@@ -131,6 +131,10 @@ class RecurrentConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing, as for the models (`RecurrentPreTrainedModel.register_for_auto_class`)."""
+
+    @classmethod
     def from_preset(cls, name: str, **overrides):
         """The configuration called `name` in `presets`, with `overrides` in place of its fields.
 

@@ -209,6 +209,17 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         config.validate()  # again: fields may have been set since it was made
         super().__init__(config)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing. Transformers calls it where a repository's `trust_remote_code` has led here, and would then copy the
+        source of the installed class into every folder that its models are saved to."""
+
+    def push_to_hub(self, repo_id: str, **options) -> str:
+        """Push the model, with a model card and the code to load it, to the Hub: `hf_recurrent.hub.push_model`."""
+        from ..hub import push_model
+
+        return push_model(self, repo_id, **options)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """

@@ -22,9 +22,9 @@ import numpy as np
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..hub import access
 from ..messages import first_line
 from ..modeling.model import IGNORED
-from . import hub
 
 # Folders of the standard library that hold tests or other people's packages.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -203,7 +203,7 @@ def _read_records(loader: str, file: str, text_column: str) -> Iterator[str]:
     except _Unreadable:
         raise
     except Exception as error:  # datasets, pyarrow and the decompressors each raise their own
-        raise ValueError(f"{file}: cannot be read as {loader}: {hub.reason(error, file)}") from error
+        raise ValueError(f"{file}: cannot be read as {loader}: {access.reason(error, file)}") from error
 
 
 class _Unreadable(ValueError):
@@ -240,12 +240,14 @@ def dataset_documents(
     """
     from datasets import load_dataset
 
-    hub.prepare(name)
+    access.prepare(name)
     try:
         dataset = load_dataset(name, config, split=split, streaming=streaming)
     except Exception as error:  # datasets raises a dozen kinds, network errors among them
         where = name if config is None else f"{name} --dataset-config {config}"
-        raise ValueError(f"--dataset {where}: split {split!r} cannot be loaded: {hub.reason(error, name)}") from error
+        raise ValueError(
+            f"--dataset {where}: split {split!r} cannot be loaded: {access.reason(error, name)}"
+        ) from error
     if max_documents is not None:
         dataset = dataset.take(max_documents if streaming else min(max_documents, len(dataset)))
 

@@ -8,9 +8,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..hub import access
 from ..messages import first_line, nearest
 from ..modeling import FAMILIES
-from . import hub
 from .arguments import ModelArguments, flag
 
 # Small enough for two CPU cores; a family's own defaults are those of its paper's smaller language models.
@@ -85,8 +85,11 @@ def create_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pr
     return AutoModelForCausalLM.from_config(create_config(args, tokenizer))
 
 
-def check_folder(name: str) -> PreTrainedConfig:
+def check_folder(name: str, what: str = "--model") -> PreTrainedConfig:
     """The configuration of a model of ours, in a folder or on the Hub.
+
+    Args:
+        what: the argument that `name` was given as, for the messages.
 
     Raises:
         ValueError: there is no model, or it is of another type.
@@ -94,44 +97,45 @@ def check_folder(name: str) -> PreTrainedConfig:
     # A Hub name is "owner/name"; what begins with a folder that is here is meant as a folder.
     owner, slash, rest = name.partition("/")
     if not Path(name).exists() and (not (owner and slash) or "/" in rest or Path(owner).exists()):
-        raise ValueError(f"--model {name}: no such folder")
+        raise ValueError(f"{what} {name}: no such folder")
     if Path(name).exists() and not Path(name).is_dir():
-        raise ValueError(f"--model {name}: not a folder")
+        raise ValueError(f"{what} {name}: not a folder")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise ValueError(f"--model {name}: the folder has no config.json, so it holds no model")
-    hub.prepare(name)
+        raise ValueError(f"{what} {name}: the folder has no config.json, so it holds no model")
+    access.prepare(name)
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:  # a broken file, an unknown type, no network: each raises its own
-        what = "its config.json cannot be used: " if Path(name).exists() else ""
-        raise ValueError(f"--model {name}: {what}{hub.reason(error, name)}") from error
+        part = "its config.json cannot be used: " if Path(name).exists() else ""
+        raise ValueError(f"{what} {name}: {part}{access.reason(error, name)}") from error
     if config.model_type not in families():
         raise ValueError(
-            f"--model {name}: is of type {config.model_type!r}; this package knows {', '.join(sorted(families()))}"
+            f"{what} {name}: is of type {config.model_type!r}; this package knows {', '.join(sorted(families()))}"
         )
     return config
 
 
-def load_model(name: str) -> PreTrainedModel:
-    """A causal language model of ours, from a folder or the Hub.
+def load_model(name: str, what: str = "--model", model_class: type = AutoModelForCausalLM) -> PreTrainedModel:
+    """A model of ours, a causal language model unless `model_class` is another, from a folder or the Hub.
+
+    Args:
+        what: the argument that `name` was given as, for the messages.
 
     Raises:
         ValueError: there is none, it is of another type, or its weights cannot be read, are not those of its
             configuration, or are not finite.
     """
-    check_folder(name)
+    check_folder(name, what)
     verbosity = logging.get_verbosity()
     try:
         logging.set_verbosity_error()  # it prints as a table what is raised below
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        model, report = model_class.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True)
     except Exception as error:  # safetensors and the Hub raise their own
-        raise ValueError(f"--model {name}: its weights cannot be loaded: {hub.reason(error, name)}") from error
+        raise ValueError(f"{what} {name}: its weights cannot be loaded: {access.reason(error, name)}") from error
     finally:
         logging.set_verbosity(verbosity)
     broken = [key for key, weight in model.named_parameters() if not weight.isfinite().all()]
-    for keys, what in (
+    for keys, fault in (
         (report["missing_keys"], "lack {}"),
         (report["mismatched_keys"], "have another shape than its configuration gives them: {}"),
         (report["unexpected_keys"], "hold what its configuration has no place for: {}"),
@@ -140,6 +144,6 @@ def load_model(name: str) -> PreTrainedModel:
         if keys:
             names = sorted(key if isinstance(key, str) else key[0] for key in keys)
             raise ValueError(
-                f"--model {name}: its weights {what.format(', '.join(names[:3]))}" + " ..." * (len(names) > 3)
+                f"{what} {name}: its weights {fault.format(', '.join(names[:3]))}" + " ..." * (len(names) > 3)
             )
     return model

@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from . import hub
+from ..hub import access
 
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
@@ -83,11 +83,11 @@ def load_tokenizer(name: str, flag: str = "--tokenizer") -> PreTrainedTokenizerB
         raise ValueError(f"{flag} {name}: no such folder")
     if Path(name).is_dir() and not any(any(Path(name).glob(files)) for files in ("tokenizer*", "vocab*", "*.model")):
         raise ValueError(f"{flag} {name}: the folder holds no tokenizer")
-    hub.prepare(name)
+    access.prepare(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # a broken file, an unknown class, no network: each library raises its own
-        raise ValueError(f"{flag} {name}: cannot be loaded: {hub.reason(error, name)}") from error
+        raise ValueError(f"{flag} {name}: cannot be loaded: {access.reason(error, name)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {name}: it has no end-of-sequence token to mark where documents end")
     return tokenizer

@@ -4,7 +4,7 @@ import datasets.config
 import pytest
 from huggingface_hub import constants
 
-from hf_recurrent.training import hub
+from hf_recurrent.hub import access
 from hf_recurrent.training.data import dataset_documents
 from hf_recurrent.training.model import check_folder
 from hf_recurrent.training.tokenizer import load_tokenizer
@@ -12,9 +12,9 @@ from hf_recurrent.training.tokenizer import load_tokenizer
 
 @pytest.fixture(autouse=True)
 def unasked():
-    hub.why_unreachable.cache_clear()
+    access.why_unreachable.cache_clear()
     yield
-    hub.why_unreachable.cache_clear()
+    access.why_unreachable.cache_clear()
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def test_a_cache_that_cannot_be_written_to_is_named(monkeypatch, variable):
     expected = f"the cache folder /cache/here cannot be used (Read-only file system): set {variable} to one that can"
     for file in ("/cache", "/cache/here", "/cache/here/modules/x.lock"):
         error = OSError(errno.EROFS, "Read-only file system", file)
-        assert hub.reason(error, "a.jsonl") == expected
+        assert access.reason(error, "a.jsonl") == expected
         wrapped = datasets.exceptions.DatasetGenerationError("An error occurred")
         wrapped.__cause__ = error
-        assert hub.reason(wrapped, "a.jsonl") == expected
-    assert "/data" in hub.reason(OSError(errno.EACCES, "Permission denied", "/data/a.jsonl"), __file__)
+        assert access.reason(wrapped, "a.jsonl") == expected
+    assert "/data" in access.reason(OSError(errno.EACCES, "Permission denied", "/data/a.jsonl"), __file__)

@@ -1,0 +1,1 @@
+"""Models to and from the Hugging Face Hub, and to folders that stand alone."""

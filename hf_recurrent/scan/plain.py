@@ -1,0 +1,120 @@
+"""The scans in plain PyTorch alone, without operators, kernels or a choice between them: what an exported model carries
+(`hf-recurrent export --standalone`) in place of ops.py, longhorn.py and elementwise.py.
+
+Each function is that of the same name there as its backend "chunked" computes it, to the bit, from the same
+definitions. Arguments are taken as the models give them, without checks, and PyTorch differentiates what it sees.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from . import chunked
+from .elementwise import _gate, _skip_gelu
+from .longhorn import _plain_forward
+from .ops import _mingru, _minlstm, step_flags
+from .reference import STATE_DTYPES
+
+
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """h_t = a_t h_{t-1} + b_t over time, elementwise over channels.
+
+    Args:
+        a: coefficients, real or complex, (B, L, D) or any shape that broadcasts to it.
+        b: inputs, (B, L, D).
+        initial_state: h_{-1}, (B, D); zero when absent.
+        mask: (B, L) bool. False is padding: the state passes it untouched.
+        reset: (B, L) bool. True is the first token of a document: the state before it is dropped.
+        reverse: from the last position to the first, h_t = a_t h_{t+1} + b_t.
+
+    Returns:
+        h, (B, L, D), and the final state, (B, D), in float32 or complex64 for narrower inputs.
+    """
+    return _chunked_scan(torch.promote_types(a.dtype, b.dtype), a, b, initial_state, mask, reset, reverse)
+
+
+def _chunked_scan(dtype: torch.dtype, a, b, initial_state, mask, reset, reverse: bool) -> tuple[Tensor, Tensor]:
+    """The scan, with h in `dtype`, which the inputs of a cell had before its coefficients were computed."""
+    wide = torch.promote_types(a.dtype, b.dtype)
+    a, b = (x.to(wide)[(None,) * (3 - x.dim())] for x in (a, b))
+    if initial_state is not None:
+        initial_state = initial_state.to(STATE_DTYPES[wide])
+    h, state = chunked.forward(a, b, initial_state, step_flags(mask, reset, reverse), reverse)
+    return h.to(dtype), state
+
+
+def mingru_scan(
+    hidden: Tensor,
+    gate: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    positive: bool = False,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = (1 - z_t) h_{t-1} + z_t c_t (arXiv 2410.01201, section 3.1) with z = sigmoid(gate) and the candidate
+    c = hidden, or with `positive` g(hidden) of appendix B; (B, L, D) each, the rest as for `linear_scan`."""
+    a, b = _mingru(hidden, gate, positive)
+    return _chunked_scan(torch.promote_types(hidden.dtype, gate.dtype), a, b, initial_state, mask, reset, False)
+
+
+def minlstm_scan(
+    hidden: Tensor,
+    forget: Tensor,
+    input: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    positive: bool = False,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = f' h_{t-1} + i' c_t with the gates f = sigmoid(forget), i = sigmoid(input) normalised to f' = f / (f + i),
+    i' = i / (f + i) (arXiv 2410.01201, section 3.2); the candidate c and the rest as for `mingru_scan`."""
+    a, b = _minlstm(hidden, forget, input, positive)
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (hidden, forget, input)))
+    return _chunked_scan(dtype, a, b, initial_state, mask, reset, False)
+
+
+def longhorn_scan(
+    x: Tensor,
+    dt: Tensor,
+    k: Tensor,
+    q: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Longhorn's recurrence and readout (arXiv 2407.14207, section 3.2):
+
+        beta = sigmoid(dt),  eps = beta / (1 + beta k.k)
+        S_t = (1 - eps_t k_t^2) * S_{t-1} + (eps_t x_t) k_t^T,   o_t = S_t q_t
+
+    x, dt: (B, L, D); k, q: (B, L, m); initial_state: (B, D, m); the rest as for `linear_scan`. Returns o, (B, L, D),
+    and the final state.
+    """
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in (x, dt, k, q)))
+    x, dt, k, q = (tensor.to(dtype) for tensor in (x, dt, k, q))
+    if initial_state is not None:
+        initial_state = initial_state.to(STATE_DTYPES[dtype])
+    return _plain_forward(x, dt, k, q, initial_state, step_flags(mask, reset, reverse), reverse)
+
+
+def skip_gelu(x: Tensor, skipped: Tensor, d: Tensor, scale: Tensor | None = None) -> Tensor:
+    """scale * gelu(x + d * skipped), with the tanh approximation of GELU."""
+    return _skip_gelu(x, skipped, d, scale)
+
+
+def gate(x: Tensor, gate: Tensor, scale: Tensor | None = None) -> Tensor:
+    """scale * x * sigmoid(gate)."""
+    return _gate(x, gate, None, scale)
