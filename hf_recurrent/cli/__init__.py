@@ -22,6 +22,8 @@ COMMANDS = {
     "evaluate": "perplexity of a text of any length, by position",
     "convert": "checkpoints of the papers' own codes to ours and back",
     "bench": "time the scans against this machine's memory",
+    "push": "a model to the Hugging Face Hub, with its card",
+    "pull": "a model from the Hugging Face Hub",
     "export": "a model with all the code that it needs, for Transformers alone",
     "info": "versions, devices, scan backends, a model's size",
 }
@@ -43,6 +45,7 @@ examples:
   hf-recurrent generate --model runs/mingru --prompt "def "
   hf-recurrent convert minlm.pt models/mingru
   hf-recurrent bench
+  hf-recurrent push runs/mingru me/mingru
   hf-recurrent info
 """
 

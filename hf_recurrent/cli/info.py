@@ -105,7 +105,7 @@ def _preset_facts(name: str) -> dict[str, object]:
 
 
 def _size_facts(model) -> dict[str, object]:
-    import torch
+    from ..hub.card import state_bytes
 
     # The embedding and the head, counted once where they are tied.
     modules = model.get_input_embeddings(), model.get_output_embeddings()
@@ -121,11 +121,9 @@ def _size_facts(model) -> dict[str, object]:
         "parameters in embeddings": sum(weight.numel() for weight in embeddings),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    if all(layer.mixer.state_shapes for layer in model.base_model.layers):
-        with torch.inference_mode():
-            one_token = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
-            cache = model(inputs_embeds=one_token, use_cache=True).past_key_values
-        facts["state bytes per sequence"] = cache.nbytes
+    size = state_bytes(model)
+    if size is not None:
+        facts["state bytes per sequence"] = size
     return facts
 
 

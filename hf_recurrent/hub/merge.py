@@ -29,7 +29,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class External:
-    """`name` of a module outside the package, or the module itself where `name` is None; `alias` is what it is called."""
+    """`name` of a module outside the package, or the module itself where that is None; it is called `alias`."""
 
     module: str
     name: str | None

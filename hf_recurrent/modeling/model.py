@@ -215,8 +215,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         source of the installed class into every folder that its models are saved to."""
 
     def push_to_hub(self, repo_id: str, **options) -> str:
-        """Push the model, with a model card and the code to load it, to the Hub: `hf_recurrent.hub.push_model`."""
-        from ..hub import push_model
+        """Push the model, with a model card and the code to load it, to the Hub: `hf_recurrent.hub.push.push_model`."""
+        from ..hub.push import push_model
 
         return push_model(self, repo_id, **options)
 

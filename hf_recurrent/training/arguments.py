@@ -165,6 +165,8 @@ class TrainArguments:
     eval_rows: int = option(64, "Rows of these validations, spread evenly; the last one takes all.")
     save_steps: int = option(1000, "Steps between checkpoints; 0: none, except after an interruption.")
     keep_checkpoints: int = option(2, "Checkpoints to keep, the newest ones.")
+    license: str | None = option(None, "Licence of the model, for its card (hf-recurrent push): mit, apache-2.0 ...")
+    language: list[str] = option([], "Languages of the corpus, for the model's card: en, de ...")
 
     def __post_init__(self):
         require(self, "max_steps", "batch_size", "gradient_accumulation_steps", "log_steps", at_least=1)

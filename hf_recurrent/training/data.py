@@ -245,9 +245,8 @@ def dataset_documents(
         dataset = load_dataset(name, config, split=split, streaming=streaming)
     except Exception as error:  # datasets raises a dozen kinds, network errors among them
         where = name if config is None else f"{name} --dataset-config {config}"
-        raise ValueError(
-            f"--dataset {where}: split {split!r} cannot be loaded: {access.reason(error, name)}"
-        ) from error
+        reason = access.reason(error, name)
+        raise ValueError(f"--dataset {where}: split {split!r} cannot be loaded: {reason}") from error
     if max_documents is not None:
         dataset = dataset.take(max_documents if streaming else min(max_documents, len(dataset)))
 

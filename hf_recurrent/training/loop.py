@@ -45,7 +45,17 @@ TOKENIZER_TRAINING_CHARACTERS = 100_000_000  # of the corpus's beginning; a BPE 
 CHECKPOINT_FORMAT = 1
 # What may differ between a checkpoint and the run that goes on from it. Everything else decides which run it is.
 FREE = {"output_dir", "overwrite", "resume", "max_steps", "num_epochs", "max_minutes", "gradient_checkpointing"}
-FREE |= {"compile", "cpu", "log_steps", "eval_steps", "eval_rows", "save_steps", "keep_checkpoints"}
+FREE |= {
+    "compile",
+    "cpu",
+    "log_steps",
+    "eval_steps",
+    "eval_rows",
+    "save_steps",
+    "keep_checkpoints",
+    "license",
+    "language",
+}
 
 
 @dataclasses.dataclass
