@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: what follows the program's name; by default the process's own arguments.
 
     Returns:
-        The exit status: 0; 2 for what the user can put right, said in one line; 130 after Ctrl-C, and where SIGTERM has
-        made a run save and stop. Other exceptions are faults of this program and pass through.
+        The exit status: 0; 2 for what the user can put right, said in one line; 130 after Ctrl-C (0 where
+        SIGTERM has made a run save and stop). Other exceptions are faults of this program and pass through.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("HF_RECURRENT_DEBUG", "0") not in ("", "0")

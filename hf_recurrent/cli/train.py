@@ -1,6 +1,7 @@
 """`hf-recurrent train`: pretrain a model on text, or continue with one."""
 
 import logging
+import signal
 
 from ..messages import within_memory
 from .parser import no_bars_for_files
@@ -14,4 +15,5 @@ def run(argv: list[str]) -> int:
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     parsed = arguments.parse(argv)
     with within_memory("try a smaller --batch-size, --sequence-length or model"):
-        return 130 if train(*parsed)["interrupted"] else 0
+        # A preempted run (SIGTERM) has saved all it needs: for the scheduler that is a success. Ctrl-C is not.
+        return 130 if train(*parsed)["interrupted"] == signal.SIGINT else 0

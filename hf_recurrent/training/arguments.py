@@ -21,6 +21,7 @@ examples:
   hf-recurrent train --dataset roneneldan/TinyStories --streaming --max-steps 5000 --mixed-precision bf16
   hf-recurrent train recipe.yaml --learning-rate 5e-4       a file's settings, one of them overridden
   hf-recurrent train runs/mingru/train.yaml --resume        go on after an interruption
+  hf-recurrent train recipe.yaml --resume auto              the same command, however often it is interrupted
   hf-recurrent train --model runs/mingru --data-files notes.txt --output-dir runs/notes
 """
 
@@ -127,7 +128,12 @@ class TrainArguments:
 
     output_dir: str | None = option(None, "Folder for model, metrics and checkpoints (default: runs/MODEL_TYPE).")
     overwrite: bool = option(False, "Replace an earlier run in --output-dir as soon as this one has saved.")
-    resume: bool = option(False, "Continue from the newest checkpoint in --output-dir.")
+    resume: Literal["newest", "auto"] | None = option(
+        None,
+        "Continue from the newest whole checkpoint in --output-dir; with 'auto', begin anew where there is none.",
+        nargs="?",
+        const="newest",
+    )
     max_steps: int | None = option(
         None, "Stop after so many optimiser steps. The first budget to run out ends the run. (default: --num-epochs 1)"
     )
@@ -136,7 +142,14 @@ class TrainArguments:
         None, "Stop after so many minutes of training, not counting the data's preparation."
     )
     batch_size: int = option(16, "Rows per process in one forward pass.")
-    gradient_accumulation_steps: int = option(1, "Forward and backward passes per optimiser step.")
+    gradient_accumulation_steps: int | None = option(
+        None, "Forward and backward passes per optimiser step (default: 1, or what --total-batch-size needs)."
+    )
+    total_batch_size: int | None = option(
+        None,
+        "Rows per optimiser step over all processes and passes, whatever their number; --batch-size is then the most "
+        "that a process takes in one pass.",
+    )
     learning_rate: float = option(2e-3, "Highest learning rate.")
     min_learning_rate_ratio: float = option(0.1, "Learning rate at the end of the cosine, in multiples of the highest.")
     warmup_steps: float = option(0.05, "Steps of linear warm-up; below 1, a share of the run.")
@@ -170,6 +183,7 @@ class TrainArguments:
 
     def __post_init__(self):
         require(self, "max_steps", "batch_size", "gradient_accumulation_steps", "log_steps", at_least=1)
+        require(self, "total_batch_size", at_least=1)
         require(self, "eval_rows", "keep_checkpoints", "bptt_chunk", at_least=1)
         require(self, "num_epochs", "max_minutes", above=0)
         require(self, "learning_rate", above=0, at_most=1e38)  # float32's range
@@ -182,6 +196,24 @@ class TrainArguments:
             raise ValueError("--bptt-carry-gradients belongs to --bptt-chunk, which is not given")
         if self.overwrite and self.resume:
             raise ValueError("--overwrite and --resume cannot both be given")
+        if self.total_batch_size is not None and self.gradient_accumulation_steps is not None:
+            raise ValueError("--total-batch-size and --gradient-accumulation-steps cannot both be given")
+
+    def passes(self, processes: int) -> tuple[int, int]:
+        """Rows per process in one pass, and passes per optimiser step.
+
+        Raises:
+            ValueError: so many processes cannot share --total-batch-size evenly.
+        """
+        if self.total_batch_size is None:
+            return self.batch_size, self.gradient_accumulation_steps or 1
+        if self.total_batch_size % processes:
+            raise ValueError(
+                f"--total-batch-size {self.total_batch_size} cannot be shared evenly by {processes} processes"
+            )
+        mine = self.total_batch_size // processes
+        size = next(size for size in range(min(self.batch_size, mine), 0, -1) if mine % size == 0)
+        return size, mine // size
 
 
 def flag(name: str) -> str:
@@ -250,14 +282,16 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainArgument
 
 
 def _with_values(parser: TrainParser, argv: list[str]) -> list[str]:
-    """Write `--overwrite` as `--overwrite=true`, lest argparse take what follows, the YAML file say, for its value."""
-    booleans = {name for action in parser._actions if action.const is True for name in action.option_strings}
-    values = {"true", "false", "yes", "no", "t", "f", "y", "n", "1", "0"}
-    following = [*argv[1:], ""]
-    return [
-        f"{word}=true" if word in booleans and after.lower() not in values else word
-        for word, after in zip(argv, following, strict=False)
-    ]
+    """Write `--overwrite` as `--overwrite=true`, and `--resume` as `--resume=newest`, lest argparse take what follows,
+    the YAML file say, for its value."""
+    optional = {name: action for action in parser._actions if action.nargs == "?" for name in action.option_strings}
+    truth = {"true", "false", "yes", "no", "t", "f", "y", "n", "1", "0"}
+    words = []
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
+        if word in optional and after.lower() not in (optional[word].choices or truth):
+            word += f"={str(optional[word].const).lower()}"
+        words.append(word)
+    return words
 
 
 class _Loader(yaml.SafeLoader):
@@ -301,6 +335,8 @@ def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
             argv += [flag(name), *map(str, value)] if value else []
         elif value is False and name == "mixed_precision":
             argv.append(f"{flag(name)}=no")  # YAML reads a bare `no` as false
+        elif isinstance(value, bool) and name == "resume":
+            argv += [flag(name)] * value
         else:
             argv.append(f"{flag(name)}={value}")
     return argv

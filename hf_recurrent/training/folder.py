@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ..files import UNFINISHED, existing, saving, sync, sync_tree, write_whole
 ARGUMENTS = "train.yaml"  # also the mark of a folder that `hf-recurrent train` wrote
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
+FILES = "files.json"  # of a checkpoint: the sizes of its files, by which a damaged one is told
 
 
 class RunFolder:
@@ -21,13 +23,18 @@ class RunFolder:
     def __init__(self, path: str):
         self.path = Path(path)
         self._previous: Path | None = None  # where an earlier run lies until this one has saved
+        self._warned: set[Path] = set()
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def check(self, *, overwrite: bool, resume: bool) -> None:
+    def check(self, *, overwrite: bool, resume: str | None) -> None:
         """Refuse a folder that cannot be used, before any work is done. Nothing is left behind.
+
+        Args:
+            resume: "newest" needs a checkpoint. "auto" does not, where there is nothing or what a killed run has left
+                before its first checkpoint.
 
         Raises:
             FileExistsError: it holds something else, or an earlier run without `overwrite` or `resume`.
@@ -36,10 +43,11 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise FileExistsError(f"--output-dir {self.path}: a file of that name is in the way")
-        if resume:
-            if self.newest_checkpoint() is None:
-                raise FileNotFoundError(f"--resume: there is no checkpoint in {self.checkpoints}")
-        elif self.path.is_dir() and any(self.path.iterdir()):
+        if resume and self.newest_checkpoint() is not None:
+            pass
+        elif resume == "newest":
+            raise FileNotFoundError(f"--resume: there is no whole checkpoint in {self.checkpoints}")
+        elif self._entries() and not (resume == "auto" and self._barely_begun()):
             if not (self.path / ARGUMENTS).is_file():
                 raise FileExistsError(
                     f"--output-dir {self.path}: not empty, and not written by hf-recurrent train: choose another"
@@ -61,6 +69,9 @@ class RunFolder:
         Args:
             arguments: the text of `train.yaml`.
         """
+        if self._barely_begun():
+            for leftover in (*self.path.glob(f"{UNFINISHED}*"), *self._entries()):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if (self.path / ARGUMENTS).is_file():
             self._previous = _free_name(self.path)
             os.rename(self.path, self._previous)
@@ -68,12 +79,26 @@ class RunFolder:
         write_whole(self.path / ARGUMENTS, arguments)
 
     def reopen(self, step: int) -> None:
-        """Go on with the folder as it was at `step`: clear later metrics and what a killed process left unfinished."""
+        """Go on with the folder as it was at `step`: clear later metrics and checkpoints (damaged ones, or they would
+        be gone on from) and what a killed process left unfinished."""
         for folder in (self.path, self.checkpoints):
             for leftover in folder.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        for later in self.checkpoints.glob("step-*"):
+            if later > self.checkpoint(step):
+                self._remove(later)
         lines = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
         write_whole(self.path / METRICS, "".join(lines))
+
+    def _entries(self) -> list[Path]:
+        """What the folder holds, but for what a killed process left unfinished."""
+        found = self.path.iterdir() if self.path.is_dir() else ()
+        return [path for path in found if not path.name.startswith(UNFINISHED)]
+
+    def _barely_begun(self) -> bool:
+        """Whether the folder holds no more than a run that was killed before it had saved anything."""
+        names = {path.name for path in self._entries()}
+        return names <= {ARGUMENTS, METRICS, self.checkpoints.name} and not any(self.checkpoints.glob("step-*"))
 
     def kept(self) -> None:
         """Something whole has been saved: what it replaces can go."""
@@ -137,7 +162,15 @@ class RunFolder:
         return self.checkpoints / f"step-{step:08d}"
 
     def newest_checkpoint(self) -> Path | None:
-        return max(self.checkpoints.glob("step-*"), default=None)
+        """The newest checkpoint that is whole; says which newer ones are not."""
+        for path in sorted(self.checkpoints.glob("step-*"), reverse=True):
+            fault = _fault(path)
+            if fault is None:
+                return path
+            if path not in self._warned:
+                self._warned.add(path)
+                warnings.warn(f"{path} is damaged ({fault}): passed over", stacklevel=2)
+        return None
 
     def unfinished_checkpoint(self, step: int) -> Path:
         """Where a checkpoint is written until it is whole."""
@@ -146,12 +179,42 @@ class RunFolder:
     def finish_checkpoint(self, step: int, keep: int) -> None:
         """Give a checkpoint that has been written its name; then remove all but the newest `keep`."""
         temporary = self.unfinished_checkpoint(step)
+        sizes = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in _files(temporary)}
+        (temporary / FILES).write_text(json.dumps(sizes, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         sync_tree(temporary)
         os.rename(temporary, self.checkpoint(step))
         sync(self.checkpoints)
         self.kept()
         for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
-            shutil.rmtree(old)
+            self._remove(old)
+
+    def _remove(self, checkpoint: Path) -> None:
+        """Under another name first, so that a kill leaves no checkpoint that lacks files."""
+        doomed = checkpoint.with_name(f"{UNFINISHED}old-{checkpoint.name}")
+        os.rename(checkpoint, doomed)
+        shutil.rmtree(doomed)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path != folder / FILES]
+
+
+def _fault(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint: a file that is missing or has another size; None where nothing is. One without
+    a list of files is of an older version, which is said when it is read."""
+    if not (checkpoint / FILES).is_file():
+        return None if (checkpoint / "state.json").is_file() else "it lacks state.json"
+    try:
+        sizes = json.loads((checkpoint / FILES).read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"{FILES}: {error}"
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"it lacks {name}"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes of {size}"
+    return None
 
 
 def _free_name(path: Path) -> Path:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import saving, write_whole
 from ..messages import counted, first_line
+from . import checkpoints
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
 from .bptt import backward_in_chunks
 from .data import (
@@ -42,20 +43,13 @@ from .report import Baselines, baselines, plot_loss, table
 from .tokenizer import DEFAULT_VOCAB_SIZE, byte_tokenizer, load_tokenizer, train_bpe
 
 TOKENIZER_TRAINING_CHARACTERS = 100_000_000  # of the corpus's beginning; a BPE learns nothing more from more
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 # What may differ between a checkpoint and the run that goes on from it. Everything else decides which run it is.
 FREE = {"output_dir", "overwrite", "resume", "max_steps", "num_epochs", "max_minutes", "gradient_checkpointing"}
-FREE |= {
-    "compile",
-    "cpu",
-    "log_steps",
-    "eval_steps",
-    "eval_rows",
-    "save_steps",
-    "keep_checkpoints",
-    "license",
-    "language",
-}
+FREE |= {"compile", "cpu", "log_steps", "eval_steps", "eval_rows", "save_steps", "keep_checkpoints"}
+# How the rows of a step are shared out, which may differ; their number may not.
+FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size"}
+FREE |= {"license", "language"}
 
 
 @dataclasses.dataclass
@@ -83,7 +77,8 @@ def train(model_args: ModelArguments, data_args: DataArguments, train_args: Trai
     model, and returns.
 
     Returns:
-        `output_dir`, `step`, `interrupted`, `train_loss` (the latest logged), and, where there is validation text and
+        `output_dir`, `step`, `interrupted` (the signal's number, 0 where there was none), `train_loss` (the latest
+        logged), and, where there is validation text and
         the run was not interrupted, `validation_loss` (nats per token), `validation_perplexity`,
         `validation_bits_per_byte`, `unigram_bits_per_byte`, `gzip_bits_per_byte`.
 
@@ -114,8 +109,9 @@ class Run:
         if model_args.model is not None:
             check_folder(model_args.model)
         self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
+        self.batch_size, self.passes = train_args.passes(self.processes)
         self.state = State()
-        checkpoint = self.folder.newest_checkpoint() if train_args.resume else None
+        self.checkpoint = checkpoint = self.folder.newest_checkpoint() if train_args.resume else None
         saved = None if checkpoint is None else self._read_state(checkpoint)
 
         corpus = load_corpus(data_args, train_args.seed)
@@ -131,9 +127,12 @@ class Run:
 
         optimizer = create_optimizer(model, train_args, self.accelerator.device)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        checkpoints.without_wrapper(self.accelerator)
         if checkpoint is not None:
             with reading(checkpoint):
                 self.accelerator.load_state(str(checkpoint))
+            if saved["processes"] != self.processes:  # each of them has its own randomness, and there are others now
+                set_seed(train_args.seed + self.state.step, device_specific=True)
         self._print(self._summary(corpus))
 
     # ---- preparation
@@ -185,7 +184,7 @@ class Run:
 
     @property
     def rows_per_step(self) -> int:
-        return self.args.batch_size * self.args.gradient_accumulation_steps * self.processes
+        return self.batch_size * self.passes * self.processes
 
     def _total_steps(self) -> int | None:
         """Steps after which the run ends whatever the clock says; None where only the clock ends it."""
@@ -254,13 +253,13 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = args.learning_rate * ratio
 
-    def _agree(self, seconds: float, stop: bool) -> tuple[float, bool]:
+    def _agree(self, seconds: float, stop: int) -> tuple[float, int]:
         """The largest of all processes' values, so that they all stop after the same step."""
         if self.processes == 1:
             return seconds, stop
         values = torch.tensor([seconds, float(stop)], device=self.accelerator.device)
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
-        return values[0].item(), bool(values[1].item())
+        return values[0].item(), int(values[1].item())
 
     # ---- one step
 
@@ -274,8 +273,7 @@ class Run:
             The loss, in nats per target token over the whole step's rows (this process's part of it, 0-dim), and the
             norm of the gradient before clipping.
         """
-        size = self.args.batch_size
-        passes = self.args.gradient_accumulation_steps
+        size, passes = self.batch_size, self.passes
         batches = []
         for number in range(passes):
             first = self.state.rows + (number * self.processes + self.rank) * size
@@ -313,10 +311,10 @@ class Run:
         total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
         one = torch.ones((), device=self.accelerator.device)
         self.model.eval()
-        starts = range(0, len(mine), self.args.batch_size)
+        starts = range(0, len(mine), self.batch_size)
         with torch.no_grad():
             for start in tqdm(starts, description, delay=2, leave=False, disable=description is None or self.rank != 0):
-                chosen = mine[start : start + self.args.batch_size]
+                chosen = mine[start : start + self.batch_size]
                 batch = self._batch({name: value[chosen] for name, value in self.validation.rows.items()})
                 total[0] += self.model(**batch, num_items_in_batch=one, use_cache=False).loss
                 total[1] += (batch["labels"] != IGNORED).sum()
@@ -363,11 +361,13 @@ class Run:
                 f"--resume: {checkpoint} was written with {flag(name)} {then.get(name)}, now it is {now.get(name)}; "
                 f"`hf-recurrent train {self.folder.path / ARGUMENTS} --resume` goes on with the same settings"
             )
-        if saved["processes"] != self.processes:
+        if saved["rows_per_step"] != self.rows_per_step:
             raise ValueError(
-                f"--resume: the number of processes was {saved['processes']} when {checkpoint} was written, "
-                f"now it is {self.processes}"
+                f"--resume: {checkpoint} was written with {saved['rows_per_step']} rows per optimiser step (batch size x passes x "
+                f"processes), now they are {self.rows_per_step}: --total-batch-size {saved['rows_per_step']} "
+                "keeps them whatever the processes"
             )
+        checkpoints.compare_versions(saved["versions"], checkpoint)
         self.state = State(**saved["state"])
         return saved
 
@@ -392,7 +392,9 @@ class Run:
                     (temporary / ARGUMENTS).write_text(to_yaml(*self.arguments), encoding="utf-8")
                     saved = {
                         "format": CHECKPOINT_FORMAT,
+                        "versions": checkpoints.versions(),
                         "processes": self.processes,
+                        "rows_per_step": self.rows_per_step,
                         "state": dataclasses.asdict(self.state),
                         "digest": self.rows.digest(),
                     }
@@ -422,7 +424,7 @@ class Run:
     def train(self) -> dict:
         try:
             if self.accelerator.is_main_process:
-                if self.args.resume:
+                if self.checkpoint is not None:
                     self.folder.reopen(self.state.step)
                     write_whole(self.folder.path / ARGUMENTS, to_yaml(*self.arguments))
                 else:
@@ -452,11 +454,11 @@ class Run:
             self._print(f"the model is saved in {self.folder.path}")
         return result | self._report(final=not stopped)
 
-    def _loop(self, interrupted: Callable[[], bool]) -> bool:
-        """Train until a budget is used up; whether it was an interruption that ended it."""
+    def _loop(self, interrupted: Callable[[], int]) -> int:
+        """Train until a budget is used up; the number of the signal that ended it before that, else 0."""
         args, state = self.args, self.state
         self.seconds_before, self.started = state.seconds, time.perf_counter()
-        stop = False
+        stop = 0
         # A resumed run goes on with the sum over all processes, in one of them.
         loss_sum = torch.tensor(state.loss_sum if self.rank == 0 else 0.0, device=self.accelerator.device)
         rate_step, rate_seconds = state.step, 0.0  # since the latest line of metrics, in steps alone
@@ -589,9 +591,10 @@ def check_compiler(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """Notes SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once. Yields a function that asks."""
-    seen = False
+def interrupts() -> Iterator[Callable[[], int]]:
+    """Notes SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once. Yields a function that gives the
+    first one's number, or 0."""
+    seen = 0
 
     def note(number, frame):
         nonlocal seen
@@ -599,11 +602,11 @@ def interrupts() -> Iterator[Callable[[], bool]]:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return  # `accelerate launch` sends SIGTERM too, to the processes that Ctrl-C has reached
-        seen = True
+        seen = number
         tqdm.write("stopping after this step (Ctrl-C again: at once, without saving)", file=sys.stderr)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield lambda: False
+        yield lambda: 0
         return
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -87,32 +87,32 @@ def test_going_on_forgets_later_metrics(run):
 
 def test_folders_that_are_refused(run, tmp_path):
     with pytest.raises(FileExistsError, match="holds an earlier run: continue it by --resume, replace it by --over"):
-        run.check(overwrite=False, resume=False)
-    run.check(overwrite=True, resume=False)
-    run.check(overwrite=False, resume=True)
+        run.check(overwrite=False, resume=None)
+    run.check(overwrite=True, resume=None)
+    run.check(overwrite=False, resume="newest")
     other = tmp_path / "other"
     other.mkdir()
-    RunFolder(str(other)).check(overwrite=False, resume=False)  # empty
-    with pytest.raises(FileNotFoundError, match="--resume: there is no checkpoint in .*other"):
-        RunFolder(str(other)).check(overwrite=False, resume=True)
+    RunFolder(str(other)).check(overwrite=False, resume=None)  # empty
+    with pytest.raises(FileNotFoundError, match="--resume: there is no whole checkpoint in .*other"):
+        RunFolder(str(other)).check(overwrite=False, resume="newest")
     (other / "thesis.txt").write_text("precious")
     with pytest.raises(FileExistsError, match="other: not empty, and not written by hf-recurrent train"):
-        RunFolder(str(other)).check(overwrite=True, resume=False)
+        RunFolder(str(other)).check(overwrite=True, resume=None)
     with pytest.raises(FileExistsError, match="thesis.txt: a file of that name is in the way"):
-        RunFolder(str(other / "thesis.txt")).check(overwrite=True, resume=False)
+        RunFolder(str(other / "thesis.txt")).check(overwrite=True, resume=None)
     with pytest.raises(OSError, match="thesis.txt/deeper: cannot be written to: Not a directory"):
-        RunFolder(str(other / "thesis.txt" / "deeper")).check(overwrite=False, resume=False)
+        RunFolder(str(other / "thesis.txt" / "deeper")).check(overwrite=False, resume=None)
     assert [path.name for path in other.iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc, whose folders nobody can write to")
 def test_a_read_only_folder():
     with pytest.raises(OSError, match="--output-dir /proc/self/run: cannot be written to"):
-        RunFolder("/proc/self/run").check(overwrite=False, resume=False)
+        RunFolder("/proc/self/run").check(overwrite=False, resume=None)
 
 
 def test_checking_leaves_nothing_behind(tmp_path):
-    RunFolder(str(tmp_path / "a" / "b")).check(overwrite=False, resume=False)
+    RunFolder(str(tmp_path / "a" / "b")).check(overwrite=False, resume=None)
     assert not any(tmp_path.iterdir())
 
 

@@ -361,7 +361,8 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path, text, number):
             pass
         process.send_signal(number)
         out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
+    # A preemption that has been provided for is a success to whoever sent it.
+    assert process.returncode == (130 if number == signal.SIGINT else 0), err
     assert "the model is saved in run" in out and "Traceback" not in err
     assert "3,862 tokens in 1 document to train on, 205 tokens in 1 to validate on" in out
     assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 16
@@ -487,7 +488,7 @@ def test_a_run_that_is_not_the_checkpoints(train, text, tmp_path, capsys):
     assert "step-00000002 was written with --learning-rate 0.002, now it is 1.0" in line
     [broken] = (tmp_path / "run" / "checkpoints").glob("step-*/optimizer.bin")
     whole = broken.read_bytes()
-    broken.write_bytes(whole[:100])
+    broken.write_bytes(b"\0" * len(whole))
     train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
     assert "step-00000002 cannot be read: " in capsys.readouterr().err
     broken.write_bytes(whole)
