@@ -363,9 +363,9 @@ class Run:
             )
         if saved["rows_per_step"] != self.rows_per_step:
             raise ValueError(
-                f"--resume: {checkpoint} was written with {saved['rows_per_step']} rows per optimiser step (batch size x passes x "
-                f"processes), now they are {self.rows_per_step}: --total-batch-size {saved['rows_per_step']} "
-                "keeps them whatever the processes"
+                f"--resume: {checkpoint} was written with {saved['rows_per_step']} rows per optimiser step "
+                f"(batch size x passes x processes), now they are {self.rows_per_step}: "
+                f"--total-batch-size {saved['rows_per_step']} keeps them whatever the processes"
             )
         checkpoints.compare_versions(saved["versions"], checkpoint)
         self.state = State(**saved["state"])
