@@ -32,7 +32,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint at the valid name that is most like `name`."""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0)
+def nearest(name: str, valid: Iterable[str], number: int = 1) -> str:
+    """A hint at the valid names, at most `number` of them, that are most like `name`."""
+    close = difflib.get_close_matches(name, list(valid), n=number, cutoff=0)
+    if len(close) > 1:
+        return f"; the nearest valid ones are {', '.join(close)}"
     return f"; the nearest valid one is {close[0]}" if close else ""

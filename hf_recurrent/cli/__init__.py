@@ -19,7 +19,7 @@ from .parser import CommandLineError
 COMMANDS = {
     "train": "pretrain a model on text, or continue with one",
     "generate": "continue a prompt",
-    "evaluate": "perplexity of a text of any length, by position",
+    "evaluate": "lm-eval's tasks, or perplexity of a text by position",
     "convert": "checkpoints of the papers' own codes to ours and back",
     "bench": "time the scans against this machine's memory",
     "push": "a model to the Hugging Face Hub, with its card",

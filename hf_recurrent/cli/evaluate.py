@@ -1,73 +1,35 @@
-"""`hf-recurrent evaluate`: perplexity of a text of any length, by position."""
+"""`hf-recurrent evaluate EVALUATION`: each evaluation in a module of its name with a function `run(argv)`."""
 
-import os
-from pathlib import Path
+import importlib
 
-from ..messages import counted
-from .parser import Parser, add_model_flags, check_writable, load_model_and_tokenizer, number
+from ..messages import nearest
+from .parser import CommandLineError
 
+EVALUATIONS = {
+    "perplexity": "of a text of any length, by position",
+    "lm": "the tasks of lm-eval (PIQA, HellaSwag, MMLU, ...), or task files of your own",
+}
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="hf-recurrent evaluate",
-        usage="hf-recurrent evaluate perplexity --model DIR --data-files FILE [FILE ...] [--flags]",
-        description="Perplexity and bits per byte of a text of any length, over all of it and by position.",
-        epilog="""\
+HELP = """\
+usage: hf-recurrent evaluate EVALUATION --model DIR [--flags]
+
+evaluations:
+{evaluations}
+
+`hf-recurrent evaluate EVALUATION --help` explains one.
+
 examples:
   hf-recurrent evaluate perplexity --model runs/books --data-files book.txt
-  hf-recurrent evaluate perplexity --model runs/books --data-files 'test/*.txt' --window 32768 --output runs/length
-""",
-    )
-    add = parser.add_argument
-    add("evaluation", choices=["perplexity"], metavar="perplexity", help="what to evaluate")
-    add_model_flags(parser, "compute")
-    add("--data-files", required=True, nargs="+", metavar="FILE", help="text files (globs too), read as one text")
-    add(
-        "--window",
-        type=number(int, 2),
-        metavar="N",
-        help="start again from nothing after N tokens (default: read on to the end)",
-    )
-    add("--chunk-size", type=number(int, 1), default=1024, metavar="N", help="tokens that are read at once")
-    add("--output", metavar="DIR", help="also write perplexity.json and perplexity.png there")
-    return parser
+  hf-recurrent evaluate lm --model runs/books --tasks piqa,hellaswag --output runs/books-lm
+"""
 
 
 def run(argv: list[str]) -> int:
-    args = _parser().parse(argv)
-
-    from tqdm import tqdm
-
-    from ..evaluation import measure_perplexity
-    from ..evaluation.perplexity import save
-    from ..training.data import expand, file_documents, pieces
-    from ..training.report import table
-
-    files = expand(args.data_files, "--data-files")
-    if args.output is not None:
-        os.makedirs(args.output, exist_ok=True)
-        check_writable("--output", os.path.join(args.output, "perplexity.json"))
-    model, tokenizer = load_model_and_tokenizer(args)
-    texts = list(file_documents(files, "text").texts())
-    text_bytes = sum(len(text.encode()) for text in texts)
-    tokens = (
-        token
-        for text in texts
-        for piece in pieces(text)
-        for token in tokenizer(piece, add_special_tokens=False)["input_ids"]
-    )
-    with tqdm(desc="reading", unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
-        result = measure_perplexity(model, tokens, text_bytes, args.window, args.chunk_size, bar.update)
-    whole = result.as_dict()
-    rows = [("tokens before", "tokens  perplexity")]
-    rows += [
-        (f"{row['from']:,} to {row['to']:,}", f"{row['tokens']:,}  {row['perplexity']:10,.3f}")
-        for row in whole["by_position"]
-    ]
-    rows.append(("all", f"{whole['tokens']:,}  {whole['perplexity']:10,.3f}"))
-    print(table(rows))
-    print(f"{whole['bits_per_byte']:.4f} bits per byte, over {counted(text_bytes, 'byte')}")
-    if args.output is not None:
-        save(result, Path(args.output), f"{Path(args.model).name} on {counted(text_bytes, 'byte')} of text")
-        print(f"Written: perplexity.json and perplexity.png in {args.output}")
-    return 0
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(HELP.format(evaluations="\n".join(f"  {name:<12} {what}" for name, what in EVALUATIONS.items())), end="")
+        return 0
+    if argv[0].startswith("-"):
+        raise CommandLineError(f"unknown flag {argv[0]}; evaluate is followed by {' or '.join(EVALUATIONS)}")
+    if argv[0] not in EVALUATIONS:
+        raise CommandLineError(f"unknown evaluation {argv[0]}{nearest(argv[0], EVALUATIONS)}")
+    return importlib.import_module(f".evaluate_{argv[0]}", __package__).run(argv[1:])

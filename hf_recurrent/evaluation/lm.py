@@ -1,7 +1,6 @@
 """The model of lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) that reads shared beginnings once."""
 
 import contextlib
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +17,7 @@ from .prefixes import Segment, prefix_tree
 from .scoring import Reader, gather, score
 
 AUTO_BATCH_SIZE = 64
+NO_LIMIT = 1 << 40  # tokens
 # A prompt's prefix is read in a call of its own, and its state kept until its last prompt, if that saves so many tokens.
 LEAST_SAVED_PROMPT = 64
 
@@ -59,7 +59,7 @@ class RecurrentLM(HFLM):
 
     @property
     def max_length(self) -> int:
-        return self._max_length or sys.maxsize
+        return self._max_length or NO_LIMIT
 
     @property
     def _rows(self) -> int:

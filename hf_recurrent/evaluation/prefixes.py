@@ -7,6 +7,8 @@ import numpy as np
 
 from ..modeling import RecurrentCache
 
+MOST_PADDING = 16  # tokens by which segments may differ to be read together, or a quarter of the longest
+
 
 @dataclass(eq=False, slots=True)
 class Segment:
@@ -115,7 +117,12 @@ def read_in_batches(root: Segment, read: Callable[[list[Segment]], None], batch_
     while ready:
         window = sorted(ready[-4 * batch_size :], key=len, reverse=True)
         del ready[-4 * batch_size :]
-        for first in range(0, len(window), batch_size):
-            batch = window[first : first + batch_size]
+        while window:
+            longest, rows = len(window[0]), 1
+            while rows < min(batch_size, len(window)) and longest - len(window[rows]) <= max(
+                MOST_PADDING, longest // 4
+            ):
+                rows += 1
+            batch, window = window[:rows], window[rows:]
             read(batch)
             ready += [child for segment in batch for child in segment.children]

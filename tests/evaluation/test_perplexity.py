@@ -75,5 +75,7 @@ def test_the_command(model, tmp_path, capsys):
     ):
         assert cli.main([*flags, *wrong]) == 2
         assert message in capsys.readouterr().err
-    assert cli.main(["evaluate", "something", *flags[2:], "--data-files", "a"]) == 2
-    assert "perplexity: invalid choice: 'something'" in capsys.readouterr().err
+    assert cli.main(["evaluate", "complexity", *flags[2:], "--data-files", "a"]) == 2
+    assert "unknown evaluation complexity; the nearest valid one is perplexity" in capsys.readouterr().err
+    assert cli.main(["evaluate", *flags[2:]]) == 2
+    assert "unknown flag --model; evaluate is followed by perplexity or lm" in capsys.readouterr().err

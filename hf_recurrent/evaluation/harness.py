@@ -1,0 +1,189 @@
+"""lm-eval's tasks with the models of this package: finding tasks, running them, and going on after an interruption."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import datasets
+import lm_eval
+import torch
+from huggingface_hub import constants
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import handle_non_serializable
+
+from .. import __version__
+from ..files import write_whole
+from ..messages import first_line, nearest
+from ..training import hub
+from .lm import RecurrentLM
+
+TASKS = Path(__file__).with_name("lm_tasks")  # those of this package
+FILE_FORMATS = ("json", "csv", "text", "parquet", "arrow")  # dataset paths that are no names on the Hub
+BOOTSTRAP_ITERS = 1000  # for the standard errors that have no formula
+
+
+def find_tasks(
+    names: Sequence[str], include_paths: Sequence[str] = (), indexing: Callable[[], None] = lambda: None
+) -> TaskManager:
+    """
+    Args:
+        names: of tasks, groups or tags.
+        include_paths: folders of task files; like every task file of lm-eval, they may name Python functions to run.
+        indexing: is called before all tasks of lm-eval are read, which takes seconds. It is not done where the names
+            and what they consist of are all in `include_paths` and this package.
+
+    Raises:
+        ValueError: no names; no such folder; a name that there is not.
+    """
+    if not names:
+        raise ValueError("--tasks: expected the name of a task")
+    for path in include_paths:
+        if not Path(path).is_dir():
+            raise ValueError(f"--include-path {path}: no such folder")
+    folders = [TASKS, *include_paths]
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if None in _leaves(manager, names):
+        indexing()
+        manager = TaskManager(include_path=folders)
+    for name in names:
+        if name not in manager.task_index:
+            raise ValueError(f"--tasks {name}: no such task{nearest(name, manager.all_tasks, 3)}")
+    return manager
+
+
+def _leaves(manager: TaskManager, names: Sequence[str | dict]) -> list[dict | None]:
+    """The configurations of the tasks that the names stand for, groups and tags taken apart; None for unknown ones."""
+    leaves: list[dict | None] = []
+    for name in names:
+        if isinstance(name, dict):  # written out in a group; what it has not is in the task of that name
+            inner = name.get("task")
+            name = inner if "group" not in name and isinstance(inner, str) else name
+            if isinstance(name, dict):
+                leaves += _leaves(manager, inner or [])
+                continue
+        entry = manager.task_index.get(name)
+        if entry is None:
+            leaves.append(None)
+        elif entry.cfg is None:
+            leaves += _leaves(manager, sorted(entry.tags))
+        elif "group" in entry.cfg:
+            leaves += _leaves(manager, entry.cfg["task"])
+        else:
+            leaves.append(entry.cfg)
+    return leaves
+
+
+def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Task | Group]:
+    """The tasks and groups of these names, with their data.
+
+    Raises:
+        ValueError: their data is not there: which files were looked for; a task file that lm-eval cannot use.
+    """
+    paths = [str((config or {}).get("dataset_path", "json")) for config in _leaves(manager, names)]
+    if any(path not in FILE_FORMATS and not Path(path).exists() for path in paths):
+        hub.why_unreachable()
+    try:
+        loaded = manager.load(list(names))
+    except Exception as error:  # datasets, the Hub and lm-eval raise their own
+        raise ValueError(_why_not_loaded(error)) from error
+    groups, members = loaded.get("groups", {}), set()
+    for children in loaded.get("group_map", {}).values():
+        members |= set(children)
+    return [item for items in (groups, loaded["tasks"]) for name, item in items.items() if name not in members]
+
+
+def _why_not_loaded(error: Exception) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    tasks = [frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), Task)]
+    if not tasks:
+        return f"--tasks: {first_line(error)}"
+    config = tasks[-1].config
+    path, what = str(config.dataset_path), f"task {config.task}"
+    files = (config.dataset_kwargs or {}).get("data_files") or {}
+    files = files.values() if isinstance(files, dict) else [files]
+    files = [name for part in files for name in ([part] if isinstance(part, str) else part)]
+    missing = [name for name in files if "://" not in name and "*" not in name and not Path(name).exists()]
+    if missing:
+        return f"{what}: its data is not there: looked for {', '.join(missing)}"
+    if files or path in FILE_FORMATS or Path(path).exists():
+        return f"{what}: its data cannot be loaded: {first_line(error)}"
+    looked = (
+        Path(datasets.config.HF_DATASETS_CACHE, path.replace("/", "___")),
+        Path(constants.HF_HUB_CACHE, f"datasets--{path.replace('/', '--')}"),
+    )
+    return (
+        f"{what}: its dataset {path} cannot be loaded: {hub.reason(error, path)}; looked for {looked[0]}, {looked[1]}"
+    )
+
+
+def fingerprint(lm: RecurrentLM) -> str:
+    """Equal for models and settings whose results are the same."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, weight in lm.model.state_dict().items():
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    backend = getattr(lm.tokenizer, "backend_tokenizer", None)
+    digest.update((repr(lm.tokenizer) if backend is None else backend.to_str()).encode())
+    settings = (lm.max_length, lm.add_bos_token, lm.prefix_token_id, lm.softmax_dtype, lm.mixed_precision_dtype)
+    digest.update(repr((settings, lm.config.to_dict(), lm_eval.__version__, __version__)).encode())
+    return digest.hexdigest()
+
+
+def evaluate(
+    lm: RecurrentLM,
+    tasks: Sequence[Task | Group],
+    num_fewshot: int | None = None,
+    limit: float | None = None,
+    output: Path | None = None,
+    name: str | None = None,
+) -> dict:
+    """
+    Runs tasks, and writes lm-eval's results to `output`/lm-eval.json, whole or not at all.
+
+    Every result is kept in a file of lm-eval's cache in `output` as soon as it is there: if the run is interrupted, the
+    same call goes on. The file is named after the model and the settings, and goes when the run is through. (It is read
+    with pickle: like a program, take none from a stranger.)
+
+    Args:
+        tasks: from `load_tasks`.
+        num_fewshot: examples before each question, by default those of the task.
+        limit: documents of each task, or below 1 the part of them.
+        output: a folder that exists.
+        name: the model's, for tables.
+
+    Returns:
+        lm-eval's results, with `name` as results["config"]["model"].
+
+    Raises:
+        ValueError: what lm-eval or the model refuses.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # a fork of a process with threads may hang
+    cache = None if output is None else str(output / f".lm-eval-{fingerprint(lm)}")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            results = lm_eval.simple_evaluate(
+                lm, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, use_cache=cache, log_samples=False,
+                batch_size=lm.batch_size, bootstrap_iters=BOOTSTRAP_ITERS, task_manager=TaskManager(include_defaults=False),
+            )  # fmt: skip
+    except (AssertionError, KeyError) as error:
+        raise ValueError(f"lm-eval: {first_line(error)}") from error
+    finally:
+        if lm.cache_hook.dbdict is not None:
+            lm.cache_hook.dbdict.close()  # waits until everything is written
+    results["config"]["model"] = name or lm.config.name_or_path
+    results["hf_recurrent_version"] = __version__
+    if output is not None:
+        text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+        write_whole(output / "lm-eval.json", text + "\n")
+        for file in output.glob(".lm-eval-*_rank0.db"):
+            file.unlink()
+    return results

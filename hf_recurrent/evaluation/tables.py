@@ -1,0 +1,78 @@
+"""lm-eval's results as tables, and as the `model-index` of a model card."""
+
+import math
+
+from huggingface_hub import EvalResult
+from huggingface_hub.repocard_data import eval_results_to_model_index
+
+# Column, task, metric, as in the Longhorn paper (https://arxiv.org/abs/2407.14207).
+PAPER_TASKS = (
+    ("PIQA acc", "piqa", "acc"),
+    ("Hella acc_n", "hellaswag", "acc_norm"),
+    ("Wino acc", "winogrande", "acc"),
+    ("ARC-e acc", "arc_easy", "acc"),
+    ("ARC-c acc_n", "arc_challenge", "acc_norm"),
+    ("OBQA acc_n", "openbookqa", "acc_norm"),
+    ("SIQA acc", "social_iqa", "acc"),
+    ("BoolQ acc", "boolq", "acc"),
+)
+PERPLEXITIES = (("Wiki ppl", "wikitext", "word_perplexity"), ("LMB ppl", "lambada_openai", "perplexity"))
+HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
+
+
+def measured(results: dict, task: str, metric: str) -> float | None:
+    """A metric of a task, by the first of its filters; None where it was not measured."""
+    for name, value in results["results"].get(task, {}).items():
+        if name.partition(",")[0] == metric and isinstance(value, (int, float)):
+            return float(value)
+    return None
+
+
+def paper_table(results: dict) -> str:
+    """One row of the Longhorn paper's table, in Markdown: accuracies in per cent, their mean where all were measured, and
+    perplexities. What was not measured is a dash."""
+    accuracies = [measured(results, task, metric) for _, task, metric in PAPER_TASKS]
+    mean = None if None in accuracies else sum(accuracies) / len(accuracies)
+    values = [None if value is None else 100 * value for value in (*accuracies, mean)]
+    values += [measured(results, task, metric) for _, task, metric in PERPLEXITIES]
+    titles = ["Model", *(title for title, *_ in PAPER_TASKS), "Avg.", *(title for title, *_ in PERPLEXITIES)]
+    cells = [str(results["config"]["model"]), *("–" if value is None else f"{value:.2f}" for value in values)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), cells))
+
+
+def eval_results(results: dict) -> list[EvalResult]:
+    """lm-eval's results (of `evaluate`, or from its file) for `ModelCardData(eval_results=..., model_name=...)`.
+
+    Metrics of single tasks that are finite numbers; groups repeat their tasks.
+    """
+    entries = []
+    for task, config in results["configs"].items():
+        for name, value in results["results"].get(task, {}).items():
+            metric, comma, chosen = name.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            if not math.isfinite(value):
+                continue
+            shots = results.get("n-shot", {}).get(task)
+            entries.append(
+                EvalResult(
+                    task_type="text-generation",
+                    task_name="Text Generation",
+                    dataset_type=str(config.get("dataset_path") or task),
+                    dataset_name=task,
+                    dataset_config=config.get("dataset_name"),
+                    dataset_split=config.get("test_split") or config.get("validation_split"),
+                    dataset_args=None if shots is None else {"num_few_shot": shots},
+                    metric_type=metric,
+                    metric_name=metric if chosen == "none" else f"{metric} ({chosen})",
+                    metric_value=value,
+                    source_name=f"lm-evaluation-harness {results.get('lm_eval_version', '')}".strip(),
+                    source_url=HARNESS,
+                )
+            )
+    return entries
+
+
+def model_index(results: dict, model_name: str) -> list[dict]:
+    """The `model-index` of a model card's metadata, from lm-eval's results."""
+    return eval_results_to_model_index(model_name, eval_results(results))

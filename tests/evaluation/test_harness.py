@@ -1,0 +1,228 @@
+"""`hf-recurrent evaluate lm` on real tasks: BLiMP from local files, as pairs and as questions with letters."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_recurrent
+from hf_recurrent import cli
+from hf_recurrent.training.tokenizer import byte_tokenizer
+
+lm_eval = pytest.importorskip("lm_eval")
+
+from lm_eval.models.huggingface import HFLM
+
+from hf_recurrent.evaluation import harness
+from hf_recurrent.evaluation.lm import RecurrentLM
+from hf_recurrent.evaluation.tables import PAPER_TASKS, eval_results, model_index, paper_table
+
+ROOT = Path(__file__).parents[2]
+BLIMP = ROOT.parent / "shared" / "data" / "blimp"
+needs_blimp = pytest.mark.skipif(not BLIMP.is_dir(), reason="BLiMP's files are not at ../shared/data/blimp")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    config = hf_recurrent.LonghornConfig(
+        hidden_size=16, num_hidden_layers=2, state_size=4, vocab_size=257, initializer_range=0.3
+    )
+    hf_recurrent.LonghornForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_caches(monkeypatch, tmp_path):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """A folder of task files for two of BLiMP's paradigms, and one that lacks its data."""
+    spec = importlib.util.spec_from_file_location("blimp_tasks", ROOT / "examples" / "blimp_tasks.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    source = tmp_path / "blimp"
+    source.mkdir()
+    for name in ("adjunct_island", "causative"):
+        (source / f"{name}.jsonl").write_bytes((BLIMP / f"{name}.jsonl").read_bytes())
+    (source / "gone.jsonl").write_text("{}\n")
+    assert script.write_tasks(source, tmp_path / "tasks") == ["adjunct_island", "causative", "gone"]
+    (source / "gone.jsonl").unlink()
+    return tmp_path / "tasks"
+
+
+def run(folder, tasks, *flags) -> int:
+    return cli.main(["evaluate", "lm", "--model", str(folder), "--cpu", "--include-path", str(tasks), *flags])
+
+
+@needs_blimp
+def test_the_command_gives_what_hf_gives(folder, tasks, tmp_path, capsys):
+    names = ["blimp_local_adjunct_island", "blimp_letters_causative"]
+    flags = ["--tasks", ",".join(names), "--limit", "30", "--num-fewshot", "2", "--output", str(tmp_path / "out")]
+    assert run(folder, tasks, *flags) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in names) and "Written: lm-eval.json" in said
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["lm-eval.json"]
+    ours = json.loads((tmp_path / "out" / "lm-eval.json").read_text())
+    assert ours["config"]["model"] == folder.name and ours["n-shot"] == dict(zip(names, (0, 2), strict=True))
+
+    model = hf_recurrent.LonghornForCausalLM.from_pretrained(folder).eval()
+    manager = harness.find_tasks(names, [str(tasks)])
+    theirs = lm_eval.simple_evaluate(
+        HFLM(model, tokenizer=byte_tokenizer(), batch_size=8, max_length=1 << 20),
+        tasks=harness.load_tasks(manager, names), num_fewshot=2, limit=30, task_manager=manager, log_samples=False,
+    )  # fmt: skip
+    for name in names:
+        assert ours["results"][name]["acc,none"] == theirs["results"][name]["acc,none"]
+    entries = model_index(ours, "books")[0]["results"]
+    assert [entry["dataset"]["name"] for entry in entries] == names
+    assert entries[1]["metrics"][0]["type"] == "acc" and entries[1]["dataset"]["args"] == {"num_few_shot": 2}
+    assert entries[1]["metrics"][0]["value"] == ours["results"][names[1]]["acc,none"]
+
+
+@needs_blimp
+def test_an_interrupted_evaluation_goes_on(folder, tasks, tmp_path, capsys, monkeypatch):
+    flags = [
+        "--tasks",
+        "blimp_local_causative",
+        "--limit",
+        "40",
+        "--batch-size",
+        "8",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    read, asked, calls = RecurrentLM._loglikelihood_tokens, [], 0
+
+    def interrupted(self, requests, **kwargs):
+        def stop(*args):
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise KeyboardInterrupt
+            return inner(*args)
+
+        asked.append(len(requests))
+        inner = self._reader.read
+        if len(asked) == 1:
+            self._reader.read = stop
+        return read(self, requests, **kwargs)
+
+    monkeypatch.setattr(RecurrentLM, "_loglikelihood_tokens", interrupted)
+    assert run(folder, tasks, *flags) == 130
+    assert "the same command goes on from there" in capsys.readouterr().err
+    (kept,) = (tmp_path / "out").iterdir()
+    assert kept.name.startswith(".lm-eval-")
+    assert run(folder, tasks, *flags) == 0
+    assert asked[0] == 80 and 0 < asked[1] < 80
+    went_on = json.loads((tmp_path / "out" / "lm-eval.json").read_text())["results"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["lm-eval.json"]
+    assert run(folder, tasks, *flags[:-1], str(tmp_path / "again")) == 0
+    assert json.loads((tmp_path / "again" / "lm-eval.json").read_text())["results"] == went_on
+
+
+def test_results_are_kept_by_model_and_settings(folder):
+    model = hf_recurrent.LonghornForCausalLM.from_pretrained(folder).eval()
+    prints = [
+        harness.fingerprint(RecurrentLM(model, tokenizer=byte_tokenizer(), max_length=n)) for n in (None, None, 9)
+    ]
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1e-3
+    prints.append(harness.fingerprint(RecurrentLM(model, tokenizer=byte_tokenizer())))
+    assert prints[0] == prints[1] and len(set(prints)) == 3
+
+
+@needs_blimp
+def test_what_is_not_there(folder, tasks, tmp_path, capsys, monkeypatch):
+    def error(*flags, model=folder) -> str:
+        assert run(model, tasks, *flags) == 2
+        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-recurrent: error: ")]
+        assert len(said) == 1
+        return said[0]
+
+    missing = tmp_path / "blimp" / "gone.jsonl"
+    expected = f"task blimp_local_gone: its data is not there: looked for {missing}"
+    assert expected in error("--tasks", "blimp_local_gone")
+    assert expected in error("--tasks", "blimp_local")  # as a member of a group
+    message = error("--tasks", "blimp_local_causativ,blimp_local")
+    assert "--tasks blimp_local_causativ: no such task; the nearest valid ones are blimp_local_causative, " in message
+    assert "--include-path" in error("--tasks", "a", "--include-path", str(tmp_path / "none"))
+    for flags, expected in (
+        (["--limit", "0"], "--limit: must be a number of documents"),
+        (["--limit", "1.5"], "--limit: must be a number of documents"),
+        (["--batch-size", "0"], "--batch-size: must be at least 1, got 0"),
+        (["--batch-size", "many"], "--batch-size: invalid int value: 'many'"),
+        (["--num-fewshot", "-1"], "--num-fewshot: must be at least 0, got -1"),
+    ):
+        assert expected in error("--tasks", "blimp_local_causative", *flags)
+
+    bare = tmp_path / "bare"
+    hf_recurrent.LonghornForCausalLM.from_pretrained(folder).save_pretrained(bare)
+    assert "holds no tokenizer" in error("--tasks", "blimp_local_causative", model=bare)
+
+    empty = (
+        (tasks / "blimp_letters_causative.yaml").read_text().replace("- A\n", "- ''\n").replace("blimp_letters_", "e_")
+    )
+    (tasks / "e.yaml").write_text(empty + "target_delimiter: ''\n")
+    assert "document 0 of task e_causative: choice 0 is empty" in error("--tasks", "e_causative", "--limit", "3")
+
+    monkeypatch.setattr("hf_recurrent.training.hub.why_unreachable", lambda: "no network")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tasks / "far.yaml").write_text(
+        empty.replace("e_causative", "far")
+        .replace("dataset_path: json", "dataset_path: some/data")
+        .replace("dataset_kwargs:\n  data_files:", "description:")
+    )
+    message = error("--tasks", "far")
+    assert "task far: its dataset some/data cannot be loaded: it is neither here nor in the cache" in message
+    assert "datasets--some--data" in message and "some___data" in message
+
+
+def test_the_papers_group_and_table(tmp_path):
+    manager = harness.TaskManager(include_path=[harness.TASKS], include_defaults=False)
+    members = manager.task_index["longhorn_paper"].cfg["task"]
+    assert members == [*(task for _, task, _ in PAPER_TASKS), "wikitext", "lambada_openai"]
+    defaults = Path(lm_eval.__file__).parent / "tasks"
+    files = [
+        path.read_text()
+        for name in (
+            "piqa",
+            "hellaswag",
+            "winogrande",
+            "arc",
+            "openbookqa",
+            "siqa",
+            "super_glue/boolq",
+            "wikitext",
+            "lambada",
+        )
+        for path in (defaults / name).glob("*.yaml")
+    ]
+    for member in members:
+        assert any(f"task: {member}\n" in text for text in files)
+
+    results = {
+        "config": {"model": "tiny"},
+        "results": {task: {"alias": task, f"{metric},none": 0.5, f"{metric}_stderr,none": 0.1} for _, task, metric in PAPER_TASKS},
+        "configs": {"piqa": {"dataset_path": "baber/piqa", "validation_split": "validation"}},
+    }  # fmt: skip
+    results["results"]["wikitext"] = {"word_perplexity,none": 12.25, "byte_perplexity,none": float("inf")}
+    header, _, row = paper_table(results).splitlines()
+    assert header.count("|") == row.count("|") == 13
+    assert row == "| tiny |" + " 50.00 |" * 9 + " 12.25 | – |"
+    del results["results"]["boolq"]
+    assert paper_table(results).splitlines()[2] == "| tiny |" + " 50.00 |" * 7 + " – | – | 12.25 | – |"
+    (entry,) = eval_results(results)
+    assert (entry.dataset_type, entry.dataset_split, entry.metric_type, entry.metric_value) == (
+        "baber/piqa",
+        "validation",
+        "acc",
+        0.5,
+    )
