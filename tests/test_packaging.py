@@ -21,7 +21,7 @@ from hf_recurrent.training.tokenizer import byte_tokenizer
 ROOT = Path(__file__).parents[1]
 MAKE = shutil.which("make")
 # Imported name -> distribution, where the two differ.
-DISTRIBUTIONS = {"PIL": "pillow", "cuda": "cuda-core", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"PIL": "pillow", "cuda": "cuda-core", "lm_eval": "lm-eval", "yaml": "pyyaml"}
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,8 @@ def test_source_distribution_carries_what_the_make_targets_need(built):
 
 def test_every_import_of_the_package_is_declared(requirements):
     declared = {canonicalize_name(r.name) for r in requirements if r.marker is None}
-    optional = {canonicalize_name(r.name) for r in requirements if "cuda" in str(r.marker)}
+    extras = ("cuda", "eval")
+    optional = {canonicalize_name(r.name) for r in requirements if any(name in str(r.marker) for name in extras)}
     imported = set()
     for path in (ROOT / "hf_recurrent").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

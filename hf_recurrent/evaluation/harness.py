@@ -106,6 +106,8 @@ def _why_not_loaded(error: Exception) -> str:
     if not tasks:
         return f"--tasks: {first_line(error)}"
     config = tasks[-1].config
+    if any(frame.f_locals.get("choice") == "" for frame in frames):  # lm-eval looks at the first document's choices
+        return f"task {config.task}: a choice is empty, there is nothing to predict"
     path, what = str(config.dataset_path), f"task {config.task}"
     files = (config.dataset_kwargs or {}).get("data_files") or {}
     files = files.values() if isinstance(files, dict) else [files]
@@ -172,7 +174,8 @@ def evaluate(
         with contextlib.redirect_stdout(sys.stderr):
             results = lm_eval.simple_evaluate(
                 lm, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, use_cache=cache, log_samples=False,
-                batch_size=lm.batch_size, bootstrap_iters=BOOTSTRAP_ITERS, task_manager=TaskManager(include_defaults=False),
+                batch_size=lm.batch_size, bootstrap_iters=BOOTSTRAP_ITERS,
+                task_manager=TaskManager(include_defaults=False),
             )  # fmt: skip
     except (AssertionError, KeyError) as error:
         raise ValueError(f"lm-eval: {first_line(error)}") from error

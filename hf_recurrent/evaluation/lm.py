@@ -18,7 +18,8 @@ from .scoring import Reader, gather, score
 
 AUTO_BATCH_SIZE = 64
 NO_LIMIT = 1 << 40  # tokens
-# A prompt's prefix is read in a call of its own, and its state kept until its last prompt, if that saves so many tokens.
+# What prompts begin with is read in a call of its own, and its state kept until the last of them, if that saves so many
+# tokens.
 LEAST_SAVED_PROMPT = 64
 
 

@@ -119,9 +119,8 @@ def read_in_batches(root: Segment, read: Callable[[list[Segment]], None], batch_
         del ready[-4 * batch_size :]
         while window:
             longest, rows = len(window[0]), 1
-            while rows < min(batch_size, len(window)) and longest - len(window[rows]) <= max(
-                MOST_PADDING, longest // 4
-            ):
+            shortest = longest - max(MOST_PADDING, longest // 4)
+            while rows < min(batch_size, len(window)) and len(window[rows]) >= shortest:
                 rows += 1
             batch, window = window[:rows], window[rows:]
             read(batch)

@@ -29,8 +29,8 @@ def measured(results: dict, task: str, metric: str) -> float | None:
 
 
 def paper_table(results: dict) -> str:
-    """One row of the Longhorn paper's table, in Markdown: accuracies in per cent, their mean where all were measured, and
-    perplexities. What was not measured is a dash."""
+    """One row of the Longhorn paper's table, in Markdown: accuracies in per cent, their mean where all were measured,
+    and perplexities. What was not measured is a dash."""
     accuracies = [measured(results, task, metric) for _, task, metric in PAPER_TASKS]
     mean = None if None in accuracies else sum(accuracies) / len(accuracies)
     values = [None if value is None else 100 * value for value in (*accuracies, mean)]
@@ -40,39 +40,45 @@ def paper_table(results: dict) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), cells))
 
 
-def eval_results(results: dict) -> list[EvalResult]:
-    """lm-eval's results (of `evaluate`, or from its file) for `ModelCardData(eval_results=..., model_name=...)`.
-
-    Metrics of single tasks that are finite numbers; groups repeat their tasks.
-    """
+def _entries(results: dict, task: str) -> list[EvalResult]:
+    config, shots = results["configs"][task], results.get("n-shot", {}).get(task)
     entries = []
-    for task, config in results["configs"].items():
-        for name, value in results["results"].get(task, {}).items():
-            metric, comma, chosen = name.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
-                continue
-            if not math.isfinite(value):
-                continue
-            shots = results.get("n-shot", {}).get(task)
-            entries.append(
-                EvalResult(
-                    task_type="text-generation",
-                    task_name="Text Generation",
-                    dataset_type=str(config.get("dataset_path") or task),
-                    dataset_name=task,
-                    dataset_config=config.get("dataset_name"),
-                    dataset_split=config.get("test_split") or config.get("validation_split"),
-                    dataset_args=None if shots is None else {"num_few_shot": shots},
-                    metric_type=metric,
-                    metric_name=metric if chosen == "none" else f"{metric} ({chosen})",
-                    metric_value=value,
-                    source_name=f"lm-evaluation-harness {results.get('lm_eval_version', '')}".strip(),
-                    source_url=HARNESS,
-                )
+    for name, value in results["results"].get(task, {}).items():
+        metric, comma, chosen = name.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)) or not math.isfinite(value):
+            continue
+        entries.append(
+            EvalResult(
+                task_type="text-generation",
+                task_name="Text Generation",
+                dataset_type=str(config.get("dataset_path") or task),
+                dataset_name=task,
+                dataset_config=config.get("dataset_name"),
+                dataset_split=config.get("test_split") or config.get("validation_split"),
+                dataset_args=None if shots is None else {"num_few_shot": shots},
+                metric_type=metric,
+                metric_name=metric if chosen == "none" else f"{metric} ({chosen})",
+                metric_value=value,
+                source_name=f"lm-evaluation-harness {results.get('lm_eval_version', '')}".strip(),
+                source_url=HARNESS,
             )
+        )
     return entries
 
 
 def model_index(results: dict, model_name: str) -> list[dict]:
-    """The `model-index` of a model card's metadata, from lm-eval's results."""
-    return eval_results_to_model_index(model_name, eval_results(results))
+    """The `model-index` of a model card's metadata.
+
+    Args:
+        results: lm-eval's, from `evaluate` or the file that it wrote. Metrics of single tasks that are finite numbers
+            are taken; groups repeat their tasks.
+
+    Returns:
+        [{"name": model_name, "results": [...]}], an entry for each task.
+    """
+    entries = []
+    for task in results["configs"]:
+        # One by one: tasks on the same data would be put under the name of the first.
+        for index in eval_results_to_model_index(model_name, _entries(results, task)):
+            entries += index["results"]
+    return [{"name": model_name, "results": entries}]

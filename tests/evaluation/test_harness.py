@@ -4,20 +4,18 @@ import importlib.util
 import json
 from pathlib import Path
 
+import lm_eval
 import pytest
 import torch
+import yaml
+from lm_eval.models.huggingface import HFLM
 
 import hf_recurrent
 from hf_recurrent import cli
-from hf_recurrent.training.tokenizer import byte_tokenizer
-
-lm_eval = pytest.importorskip("lm_eval")
-
-from lm_eval.models.huggingface import HFLM
-
 from hf_recurrent.evaluation import harness
 from hf_recurrent.evaluation.lm import RecurrentLM
-from hf_recurrent.evaluation.tables import PAPER_TASKS, eval_results, model_index, paper_table
+from hf_recurrent.evaluation.tables import PAPER_TASKS, model_index, paper_table
+from hf_recurrent.training.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 BLIMP = ROOT.parent / "shared" / "data" / "blimp"
@@ -80,24 +78,16 @@ def test_the_command_gives_what_hf_gives(folder, tasks, tmp_path, capsys):
     )  # fmt: skip
     for name in names:
         assert ours["results"][name]["acc,none"] == theirs["results"][name]["acc,none"]
-    entries = model_index(ours, "books")[0]["results"]
-    assert [entry["dataset"]["name"] for entry in entries] == names
-    assert entries[1]["metrics"][0]["type"] == "acc" and entries[1]["dataset"]["args"] == {"num_few_shot": 2}
-    assert entries[1]["metrics"][0]["value"] == ours["results"][names[1]]["acc,none"]
+    entries = {entry["dataset"]["name"]: entry for entry in model_index(ours, "books")[0]["results"]}
+    assert set(entries) == set(names) and entries[names[1]]["dataset"]["args"] == {"num_few_shot": 2}
+    (metric,) = entries[names[1]]["metrics"]
+    assert metric["type"] == "acc" and metric["value"] == ours["results"][names[1]]["acc,none"]
 
 
 @needs_blimp
 def test_an_interrupted_evaluation_goes_on(folder, tasks, tmp_path, capsys, monkeypatch):
-    flags = [
-        "--tasks",
-        "blimp_local_causative",
-        "--limit",
-        "40",
-        "--batch-size",
-        "8",
-        "--output",
-        str(tmp_path / "out"),
-    ]
+    flags = ["--tasks", "blimp_local_causative", "--limit", "40", "--batch-size", "8"]
+    flags += ["--output", str(tmp_path / "out")]
     read, asked, calls = RecurrentLM._loglikelihood_tokens, [], 0
 
     def interrupted(self, requests, **kwargs):
@@ -166,20 +156,16 @@ def test_what_is_not_there(folder, tasks, tmp_path, capsys, monkeypatch):
     hf_recurrent.LonghornForCausalLM.from_pretrained(folder).save_pretrained(bare)
     assert "holds no tokenizer" in error("--tasks", "blimp_local_causative", model=bare)
 
-    empty = (
-        (tasks / "blimp_letters_causative.yaml").read_text().replace("- A\n", "- ''\n").replace("blimp_letters_", "e_")
-    )
+    empty = (tasks / "blimp_letters_causative.yaml").read_text().replace("- A\n", "- ''\n")
+    empty = empty.replace("blimp_letters_", "e_")
     (tasks / "e.yaml").write_text(empty + "target_delimiter: ''\n")
-    assert "document 0 of task e_causative: choice 0 is empty" in error("--tasks", "e_causative", "--limit", "3")
+    assert "task e_causative: a choice is empty" in error("--tasks", "e_causative", "--limit", "3")
 
     monkeypatch.setattr("hf_recurrent.training.hub.why_unreachable", lambda: "no network")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tasks / "far.yaml").write_text(
-        empty.replace("e_causative", "far")
-        .replace("dataset_path: json", "dataset_path: some/data")
-        .replace("dataset_kwargs:\n  data_files:", "description:")
-    )
+    far = yaml.safe_load(empty) | {"task": "far", "dataset_path": "some/data", "dataset_kwargs": {}}
+    (tasks / "far.yaml").write_text(yaml.safe_dump(far))
     message = error("--tasks", "far")
     assert "task far: its dataset some/data cannot be loaded: it is neither here nor in the cache" in message
     assert "datasets--some--data" in message and "some___data" in message
@@ -190,39 +176,26 @@ def test_the_papers_group_and_table(tmp_path):
     members = manager.task_index["longhorn_paper"].cfg["task"]
     assert members == [*(task for _, task, _ in PAPER_TASKS), "wikitext", "lambada_openai"]
     defaults = Path(lm_eval.__file__).parent / "tasks"
-    files = [
-        path.read_text()
-        for name in (
-            "piqa",
-            "hellaswag",
-            "winogrande",
-            "arc",
-            "openbookqa",
-            "siqa",
-            "super_glue/boolq",
-            "wikitext",
-            "lambada",
-        )
-        for path in (defaults / name).glob("*.yaml")
-    ]
+    folders = ("piqa", "hellaswag", "winogrande", "arc", "openbookqa", "siqa", "super_glue", "wikitext", "lambada")
+    files = [path.read_text() for name in folders for path in (defaults / name).rglob("*.yaml")]
     for member in members:
         assert any(f"task: {member}\n" in text for text in files)
 
     results = {
         "config": {"model": "tiny"},
-        "results": {task: {"alias": task, f"{metric},none": 0.5, f"{metric}_stderr,none": 0.1} for _, task, metric in PAPER_TASKS},
+        "results": {
+            task: {"alias": task, f"{metric},none": 0.5, f"{metric}_stderr,none": 0.1}
+            for _, task, metric in PAPER_TASKS
+        },
         "configs": {"piqa": {"dataset_path": "baber/piqa", "validation_split": "validation"}},
-    }  # fmt: skip
+    }
     results["results"]["wikitext"] = {"word_perplexity,none": 12.25, "byte_perplexity,none": float("inf")}
     header, _, row = paper_table(results).splitlines()
     assert header.count("|") == row.count("|") == 13
     assert row == "| tiny |" + " 50.00 |" * 9 + " 12.25 | – |"
     del results["results"]["boolq"]
     assert paper_table(results).splitlines()[2] == "| tiny |" + " 50.00 |" * 7 + " – | – | 12.25 | – |"
-    (entry,) = eval_results(results)
-    assert (entry.dataset_type, entry.dataset_split, entry.metric_type, entry.metric_value) == (
-        "baber/piqa",
-        "validation",
-        "acc",
-        0.5,
-    )
+    (entry,) = model_index(results, "tiny")[0]["results"]
+    assert entry["dataset"] == {"name": "piqa", "type": "baber/piqa", "split": "validation"}
+    assert entry["metrics"] == [{"name": "acc", "type": "acc", "value": 0.5}]
+    assert entry["source"]["url"].startswith("https://github.com/")

@@ -1,20 +1,16 @@
 """lm-eval's model of this package against lm-eval's own `hf`, request by request."""
 
+import lm_eval.api.model
 import pytest
 import torch
-from tokenizers import processors
-
-import hf_recurrent
-from hf_recurrent.training.tokenizer import byte_tokenizer, train_bpe
-
-pytest.importorskip("lm_eval")
-
-import lm_eval.api.model
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from tokenizers import processors
 
+import hf_recurrent
 from hf_recurrent.evaluation.lm import RecurrentLM
+from hf_recurrent.training.tokenizer import byte_tokenizer, train_bpe
 
 TEXT = "The cat sat on the mat. The dog sat on the log.\nQuestion: who sat?\nAnswer: the cat sat, and the dog sat too. "
 SHOTS = "Question: who sat?\nAnswer: the cat\n\nQuestion: what is on the mat?\nAnswer: the dog\n\n" * 3
