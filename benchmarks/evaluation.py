@@ -5,8 +5,9 @@
 Two kinds of requests, made from the text of Python's own documentation (pydoc), so that nothing need be downloaded:
 
 - HellaSwag-like: a context of about 65 words of text, and four continuations of about 20;
-- MMLU-like: five questions with answers before each question, the same for all questions of a subject, and four answers
-  of one letter. lm-eval's `hf` reads a prompt once for all four letters, and again for each question.
+- MMLU-like: five questions with answers before each question, the same for all 246 questions of a subject (as many as
+  MMLU's have on average), and four answers of one letter. lm-eval's `hf` reads a prompt once for all four letters, and
+  again for each question.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from measure import machine
 
 PACKAGES = ("torch", "transformers", "lm-eval", "tokenizers")
 GOALS = {"HellaSwag-like": 2.5, "MMLU-like, 5 shots": 8.0}
-SUBJECTS = 2  # of the MMLU-like questions
+QUESTIONS = 246  # of a subject: MMLU has 14042 of 57 subjects
 
 
 def passages(words: list[str], lengths: np.ndarray, rng: np.random.Generator) -> list[str]:
@@ -53,13 +54,9 @@ def mmlu_like(words: list[str], documents: int, rng: np.random.Generator) -> lis
             for i, stem in enumerate(stems)
         ]
 
-    pairs = []
-    for _ in range(SUBJECTS):
-        title = "The following are multiple choice questions (with answers).\n\n"
-        shots = "".join(f"{question} {'ABCD'[i % 4]}\n\n" for i, question in enumerate(questions(5)))
-        for question in questions(documents // SUBJECTS):
-            pairs += [(title + shots + question, f" {letter}") for letter in "ABCD"]
-    return pairs
+    title = "The following are multiple choice questions (with answers).\n\n"
+    shots = "".join(f"{question} {'ABCD'[i % 4]}\n\n" for i, question in enumerate(questions(5)))
+    return [(title + shots + question, f" {letter}") for question in questions(documents) for letter in "ABCD"]
 
 
 def run(lm, pairs: list[tuple[str, str]]) -> tuple[float, list[tuple[float, bool]]]:
@@ -85,7 +82,7 @@ def measure(args: argparse.Namespace) -> dict:
     theirs = HFLM(model, tokenizer=tokenizer, batch_size=args.batch_size, max_length=1 << 20)
     rows = []
     makers = {"HellaSwag-like": hellaswag_like, "MMLU-like, 5 shots": mmlu_like}
-    for (name, make), documents in zip(makers.items(), (args.documents, 2 * args.documents), strict=True):
+    for (name, make), documents in zip(makers.items(), (args.documents, args.questions), strict=True):
         pairs = make(words, documents, rng)
         warm_up = pairs[:32]
         run(theirs, warm_up), run(ours, warm_up)
@@ -136,8 +133,8 @@ def table(measured: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", help="folder for evaluation.json")
-    for name, value in (("documents", 100), ("rounds", 3), ("batch-size", 32), ("hidden-size", 256),
-                        ("num-hidden-layers", 4), ("vocab-size", 4096)):  # fmt: skip
+    for name, value in (("documents", 100), ("questions", QUESTIONS), ("rounds", 3), ("batch-size", 32),
+                        ("hidden-size", 256), ("num-hidden-layers", 4), ("vocab-size", 8192)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
     args = parser.parse_args()
     output = args.output

@@ -9,6 +9,7 @@ from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import has_bos_prefix
 from torch import Tensor
 from tqdm import tqdm
 
@@ -18,6 +19,7 @@ from .scoring import Reader, gather, score
 
 AUTO_BATCH_SIZE = 64
 NO_LIMIT = 1 << 40  # tokens
+TOKENIZED_AHEAD = 1024  # requests
 # What prompts begin with is read in a call of its own, and its state kept until the last of them, if that saves so many
 # tokens.
 LEAST_SAVED_PROMPT = 64
@@ -49,6 +51,8 @@ class RecurrentLM(HFLM):
     """
 
     def __init__(self, pretrained, batch_size: int | str = 1, max_length: int | None = None, **kwargs):
+        self._prefixes: dict[bytes, Segment] = {}
+        self._encodings: dict[tuple[str, bool | None], list[int]] = {}
         super().__init__(pretrained=pretrained, batch_size=batch_size, max_length=max_length, **kwargs)
         if not isinstance(self.config, tuple(FAMILIES)):
             raise ValueError(
@@ -56,7 +60,6 @@ class RecurrentLM(HFLM):
                 "for it is hf"
             )
         self._reader = Reader(self.model, self._autocast)
-        self._prefixes: dict[bytes, Segment] = {}
 
     @property
     def max_length(self) -> int:
@@ -73,17 +76,60 @@ class RecurrentLM(HFLM):
         dtype = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **kwargs
+    ) -> list[int]:
+        known = self._encodings.get((string, add_special_tokens))
+        if known is None or left_truncate_len or kwargs:
+            return super().tok_encode(string, add_special_tokens, left_truncate_len, **kwargs)
+        return known
+
+    def _encode_ahead(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Tokenizes at once, on all cores, what `_encode_pair` and empty contexts will ask `tok_encode` for."""
+        asked = {(continuation, False) for context, continuation in pairs if context == ""}
+        asked |= {(text, None) for context, rest in pairs if context for text in (context + rest, context.rstrip())}
+        prefix, groups = self.tokenizer.decode(self.prefix_token_id), {}
+        for text, special in asked:
+            if special is None:
+                special = False if has_bos_prefix(text, prefix) else self.add_bos_token
+                groups.setdefault(special, []).append((text, None))
+            else:
+                groups.setdefault(special, []).append((text, special))
+        self._encodings = {}
+        for special, keys in groups.items():
+            options = {} if special is None else {"add_special_tokens": special}
+            encodings = self.tokenizer([text for text, _ in keys], **options)["input_ids"]
+            self._encodings.update(zip(keys, encodings, strict=True))
+
+    def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if context:
+            return self._encode_pair(context, continuation)
+        tokens = self.tok_encode(continuation, add_special_tokens=False)
+        if tokens[:1] == [self.prefix_token_id]:
+            return tokens[:1], tokens[1:]
+        return [self.prefix_token_id], tokens
+
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As in lm-eval.
 
         Raises:
             ValueError: an empty continuation, whose task and document are named.
         """
+        if self.enable_thinking:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)  # which refuses
         for request in requests:
             if request.args[1] == "":
                 where = f"document {request.doc_id} of task {request.task_name}"
                 raise ValueError(f"{where}: choice {request.idx} is empty, there is nothing to predict")
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        pairs, encoded = [request.args for request in requests], []
+        with self._bar(len(pairs), "Tokenizing", disable_tqdm) as bar:
+            for first in range(0, len(pairs), TOKENIZED_AHEAD):
+                block = pairs[first : first + TOKENIZED_AHEAD]
+                self._encode_ahead(block)
+                encoded += [(pair, *self._encoded(*pair)) for pair in block]
+                bar.update(len(block))
+        self._encodings = {}
+        return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None

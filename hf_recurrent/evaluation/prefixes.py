@@ -7,7 +7,7 @@ import numpy as np
 
 from ..modeling import RecurrentCache
 
-MOST_PADDING = 16  # tokens by which segments may differ to be read together, or a quarter of the longest
+MOST_PADDING = 8  # tokens by which segments may differ to be read together, or an eighth of the longest
 
 
 @dataclass(eq=False, slots=True)
@@ -119,7 +119,7 @@ def read_in_batches(root: Segment, read: Callable[[list[Segment]], None], batch_
         del ready[-4 * batch_size :]
         while window:
             longest, rows = len(window[0]), 1
-            shortest = longest - max(MOST_PADDING, longest // 4)
+            shortest = longest - max(MOST_PADDING, longest // 8)
             while rows < min(batch_size, len(window)) and len(window[rows]) >= shortest:
                 rows += 1
             batch, window = window[:rows], window[rows:]
