@@ -1,0 +1,79 @@
+"""The papers' own tasks, generated: as arrays, or as a `datasets.DatasetDict`.
+
+    from hf_recurrent.tasks import build
+
+    data = build("selective_copying", train=10_000, test=1000, length=1024)  # data["train"]["input_ids"], ["labels"]
+
+What each is exactly is said by its function: `help(hf_recurrent.tasks.TASKS["selective_copying"])`.
+"""
+
+import inspect
+from collections.abc import Callable
+
+import numpy as np
+
+from ..messages import nearest
+from .listops import listops
+from .signals import digits, pendulum, tones
+from .symbols import associative_recall, induction_heads, memory_horizon, selective_copying
+
+__all__ = ["TASKS", "build", "digits", "generate"]
+
+TASKS: dict[str, Callable[..., dict[str, np.ndarray]]] = {
+    "selective_copying": selective_copying,
+    "associative_recall": associative_recall,
+    "memory_horizon": memory_horizon,
+    "induction_heads": induction_heads,
+    "listops": listops,
+    "pendulum": pendulum,
+    "tones": tones,
+}
+SPLITS = ("train", "validation", "test")
+
+
+def generate(name: str, number: int, seed: int = 0, split: str = "train", **sizes) -> dict[str, np.ndarray]:
+    """
+    Args:
+        name: one of TASKS.
+        number: of examples.
+        seed: the same one gives the same examples.
+        split: "train", "validation" or "test": no two draw the same random numbers.
+        sizes: the arguments of the task's function.
+
+    Returns:
+        Arrays by name, with a row for each example.
+
+    Raises:
+        ValueError: an unknown task, split or argument; a number below 1; what the task's function raises.
+    """
+    if name not in TASKS:
+        raise ValueError(f"no task {name!r}{nearest(name, TASKS)}")
+    if split not in SPLITS:
+        raise ValueError(f"no split {split!r}: expected one of {', '.join(SPLITS)}")
+    valid = list(inspect.signature(TASKS[name]).parameters)[2:]
+    for argument in sizes:
+        if argument not in valid:
+            raise ValueError(f"{name} has no argument {argument!r}{nearest(argument, valid)}")
+    if number < 1:
+        raise ValueError(f"number must be at least 1, got {number}")
+    return TASKS[name](np.random.default_rng([seed, SPLITS.index(split)]), number, **sizes)
+
+
+def build(name: str, seed: int = 0, train: int = 0, validation: int = 0, test: int = 0, **sizes):
+    """
+    A `datasets.DatasetDict` with the splits that have examples, in the format of numpy.
+
+    Args:
+        train, validation, test: examples of each split.
+        The others as in `generate`.
+
+    Raises:
+        ValueError: no examples at all; what `generate` raises.
+    """
+    from datasets import Dataset, DatasetDict
+
+    numbers = {"train": train, "validation": validation, "test": test}
+    if not any(numbers.values()):
+        raise ValueError("one of train, validation and test must be at least 1")
+    arrays = {split: generate(name, number, seed, split, **sizes) for split, number in numbers.items() if number}
+    return DatasetDict({split: Dataset.from_dict(columns).with_format("numpy") for split, columns in arrays.items()})

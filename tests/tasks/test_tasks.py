@@ -1,0 +1,202 @@
+"""The papers' tasks: what each example says, worked out again by a solver that knows nothing of the generator."""
+
+import gzip
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_recurrent.tasks import TASKS, build, digits, generate
+from hf_recurrent.tasks.listops import VOCABULARY
+
+SMALL = {
+    "selective_copying": {"length": 40, "data_tokens": 5, "vocab_size": 9},
+    "associative_recall": {"length": 48, "pairs": 6, "vocab_size": 30},
+    "memory_horizon": {"length": 50},
+    "induction_heads": {"length": 20},
+    "listops": {"shortest": 20, "longest": 60},
+    "pendulum": {"steps": 7, "grid": 20},
+    "tones": {"rate": 3000, "seconds": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_seeds_splits_and_datasets(name):
+    first, again = generate(name, 6, seed=3, **SMALL[name]), generate(name, 6, seed=3, **SMALL[name])
+    others = [generate(name, 6, seed=4, **SMALL[name]), generate(name, 6, seed=3, split="test", **SMALL[name])]
+    for column, array in first.items():
+        assert len(array) == 6 and np.array_equal(array, again[column])
+    inputs = next(iter(first))
+    assert not any(np.array_equal(first[inputs], other[inputs]) for other in others)
+    data = build(name, seed=3, train=6, test=2, **SMALL[name])
+    assert set(data) == {"train", "test"} and len(data["test"]) == 2
+    for column, array in first.items():
+        assert np.array_equal(data["train"][:][column], array)
+
+
+def test_selective_copying():
+    made = generate("selective_copying", 200, **SMALL["selective_copying"])
+    used = set()
+    for ids, labels in zip(made["input_ids"].tolist(), made["labels"].tolist(), strict=True):
+        body, tail = ids[:40], ids[40:]
+        data = [token for token in body if token != 0]
+        assert tail == [8] * 5 and labels == [-100] * 40 + data and len(data) == 5
+        used |= {place for place, token in enumerate(body) if token}
+        assert all(1 <= token <= 7 for token in data)
+    assert used == set(range(40))
+    paper = generate("selective_copying", 2)["input_ids"]
+    assert paper.shape == (2, 4096 + 16) and (paper[:, :4096] != 0).sum() == 32
+
+
+def test_associative_recall():
+    made = generate("associative_recall", 300, **SMALL["associative_recall"])
+    for ids, labels in zip(made["input_ids"].tolist(), made["labels"].tolist(), strict=True):
+        table = dict(zip(ids[0:12:2], ids[1:12:2], strict=True))
+        assert len(table) == 6 == len(set(table.values())) and all(
+            0 < key < 15 <= value < 30 for key, value in table.items()
+        )
+        asked = [place for place, label in enumerate(labels) if label != -100]
+        assert sorted(ids[place] for place in asked) == sorted(table)
+        assert all(place >= 12 and place % 2 == 0 and labels[place] == table[ids[place]] for place in asked)
+
+
+def test_distances_in_associative_recall_follow_the_power_law():
+    labels = generate("associative_recall", 40_000, length=24, pairs=1, vocab_size=8, alpha=0.3)["labels"]
+    gaps = np.arange(1, 12)
+    expected = gaps**-0.7 / (gaps**-0.7).sum()
+    measured = (labels != -100).mean(axis=0)[2::2]
+    assert np.abs(measured - expected).max() < 4 * math.sqrt(0.25 / 40_000)
+
+
+def test_memory_horizon():
+    made = generate("memory_horizon", 60, length=50, numbers=4, modulo=7, reset=0.1)
+    assert (made["input_ids"] == 4).any() and (made["labels"] != 0).any()
+    for ids, labels in zip(made["input_ids"].tolist(), made["labels"].tolist(), strict=True):
+        memory: list[int] = []
+        for token, label in zip(ids, labels, strict=True):
+            memory = [] if token == 4 else [*memory, token]
+            pairs = zip(memory, reversed(memory), strict=True)
+            half = [x * y for x, y in pairs][: math.ceil(len(memory) / 2)]
+            assert label == sum(half[0::2]) % 7 - sum(half[1::2]) % 7 + 7 * (sum(half[0::2]) % 7 < sum(half[1::2]) % 7)
+    assert (generate("memory_horizon", 4, reset=1.0)["labels"] == 0).all()
+
+
+def test_induction_heads():
+    made = generate("induction_heads", 200, length=12, vocab_size=5)
+    for ids, labels in zip(made["input_ids"].tolist(), made["labels"].tolist(), strict=True):
+        assert ids.count(4) == 2 and ids[-1] == 4 and ids.index(4) < 9
+        assert labels == [-100] * 11 + [ids[ids.index(4) + 1]]
+
+
+def test_listops():
+    made = generate("listops", 40, shortest=30, longest=200)
+    functions = {"[MIN": min, "[MAX": max, "[MED": lambda *v: int(np.median(v)), "[SM": lambda *v: sum(v) % 10}
+    seen = set()
+    for ids, mask, label in zip(made["input_ids"], made["attention_mask"], made["labels"], strict=True):
+        words = [VOCABULARY[token] for token in ids[mask == 1]]
+        assert 30 <= len(words) <= 200 and (ids[mask == 0] == 0).all() and (np.diff(mask) <= 0).all()
+        # As a nested call in Python, which evaluates it.
+        text = "".join({"]": ")]"}.get(word, f"F['{word}'](*[" if word in functions else f"{word},") for word in words)
+        text = text.replace(")]", "]),")
+        assert eval(text.rstrip(","), {"F": functions}) == label
+        depth = np.cumsum([(word in functions) - (word == "]") for word in words])
+        assert depth.max() <= 9 and depth[-1] == 0 and (depth[:-1] > 0).all()
+        seen |= set(words)
+    assert seen == set(VOCABULARY[1:])
+
+
+def test_digits():
+    images = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3)
+    rows = digits(images, np.array([3, 7]))
+    assert np.allclose(rows["input_features"][1, :, 0] * 255, np.arange(12, 24)) and rows["labels"].tolist() == [3, 7]
+    mixed = digits(images, np.array([3, 7]), permutation_seed=1)["input_features"]
+    order = np.argsort(mixed[0, :, 0])
+    assert np.array_equal(mixed[:, order], rows["input_features"]) and not np.array_equal(order, np.arange(12))
+    with pytest.raises(ValueError, match="images must be"):
+        digits(images, np.array([3]))
+
+
+MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
+
+
+@pytest.mark.skipif(not MNIST.is_dir(), reason="MNIST's test digits are not at ../shared/data/mnist")
+def test_real_digits():
+    images = np.frombuffer(gzip.open(MNIST / "t10k-images-idx3-ubyte.gz").read(), np.uint8, offset=16)
+    classes = np.frombuffer(gzip.open(MNIST / "t10k-labels-idx1-ubyte.gz").read(), np.uint8, offset=8)
+    made = digits(images.reshape(-1, 28, 28), classes)
+    assert made["input_features"].shape == (10_000, 784, 1) and made["input_features"].max() == 1
+    assert np.bincount(made["labels"]).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+
+
+def test_pendulum():
+    made = generate("pendulum", 30)
+    features, labels = made["input_features"], made["labels"]
+    assert features.shape == (30, 50, 576) and features.min() >= 0 and features.max() <= 1
+    assert np.allclose((labels**2).sum(-1), 1, atol=1e-6)
+    span = made["times"][:, -1] - made["times"][:, 0] + 0.1
+    assert np.allclose(np.cumsum(made["timesteps"], axis=1)[:, -1], span, atol=1e-4)
+    steps = made["times"] / 0.1
+    assert np.allclose(steps, np.round(steps), atol=1e-3) and (made["timesteps"] > 0.099).all()
+    # Where there is hardly any noise, the centre of the disc is 0.7 of the way from the middle to (sin, -cos).
+    pictures, pixels = features.reshape(30, 50, 24, 24), (np.arange(24) + 0.5) / 12 - 1
+    clear = (pictures < 0.02).mean((-1, -2)) > 0.8
+    assert clear.sum() > 20
+    mass = pictures[clear].sum((-1, -2))
+    x, y = (pictures[clear].sum(-2) @ pixels) / mass, -(pictures[clear].sum(-1) @ pixels) / mass
+    assert np.abs(x - 0.7 * labels[clear][:, 0]).max() < 0.1 and np.abs(y + 0.7 * labels[clear][:, 1]).max() < 0.1
+
+
+def test_a_pendulum_that_nothing_disturbs_keeps_its_energy():
+    class Quiet(np.random.Generator):
+        def normal(self, *args, **kwargs):
+            return np.zeros(kwargs.get("size", args[-1]))
+
+    made = TASKS["pendulum"](Quiet(np.random.PCG64(0)), 20, steps=100)
+    angle = np.unwrap(np.arctan2(made["labels"][..., 0], made["labels"][..., 1]), axis=1)
+    velocity = (angle[:, 2:] - angle[:, :-2]) / 0.2
+    energy = velocity**2 / 2 - 9.81 * np.cos(angle[:, 1:-1])
+    assert np.ptp(energy, axis=1).max() < 2.5
+
+
+def test_tones():
+    full, half = (generate("tones", 30, seed=5, decimation=by, noise=0.0) for by in (1, 2))
+    assert full["input_features"].shape == (30, 16000, 1) and half["input_features"].shape == (30, 8000, 1)
+    assert np.array_equal(full["input_features"][:, ::2], half["input_features"])
+    assert np.array_equal(full["labels"], half["labels"]) and len(set(full["labels"].tolist())) > 5
+    # The class from the lower tone's mean frequency at the word's beginning, by its crossings of zero.
+    for sound, label in zip(full["input_features"][..., 0], full["labels"], strict=True):
+        inside = np.flatnonzero(sound)
+        spectrum = np.abs(np.fft.rfft(sound[inside[0] : inside[0] + 2000] * np.hanning(2000), 16000))
+        strongest = np.argmax(spectrum[150:450]) + 150
+        glide = 200 * (1 - 2 * label / 10) / 0.6  # Hz per second
+        assert abs(strongest - (200 * (1 + label / 10) + glide * 0.0625)) < 15
+    assert np.abs(generate("tones", 3, noise=0.5)["input_features"][:, -100:]).mean() == pytest.approx(0.4, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: generate("selective_coping", 1), "no task 'selective_coping'; .* is selective_copying"),
+        (lambda: generate("listops", 1, split="tests"), "no split 'tests'"),
+        (lambda: generate("listops", 0), "number must be at least 1, got 0"),
+        (lambda: generate("listops", 1, longst=9), "listops has no argument 'longst'; .* is longest"),
+        (lambda: build("listops"), "one of train, validation and test must be at least 1"),
+        (lambda: generate("selective_copying", 1, length=3), "data_tokens must be between 1 and length = 3, got 16"),
+        (lambda: generate("selective_copying", 1, vocab_size=2), "vocab_size must be at least 3"),
+        (lambda: generate("associative_recall", 1, length=10, pairs=3), "length must be even and at least 4 pairs = 1"),
+        (lambda: generate("associative_recall", 1, vocab_size=100), "vocab_size must be at least 130 for 64 pairs"),
+        (lambda: generate("memory_horizon", 1, reset=1.5), "reset must be a probability, got 1.5"),
+        (lambda: generate("memory_horizon", 1, modulo=1), "numbers and modulo must be at least 2, got 5 and 1"),
+        (lambda: generate("induction_heads", 1, length=3), "length must be at least 4"),
+        (lambda: generate("listops", 1, shortest=9, longest=8), "shortest must be between 4 and longest = 8, got 9"),
+        (lambda: generate("listops", 1, max_depth=1), "max_depth and max_arguments must be at least 2"),
+        (lambda: generate("listops", 1, max_depth=2), "shortest must be at most 12 for max_depth = 2, got 500"),
+        (lambda: generate("pendulum", 1, steps=101), "steps must be between 1 and grid = 100, got 101"),
+        (lambda: generate("tones", 1, classes=1), "classes must be at least 2"),
+        (lambda: generate("tones", 1, decimation=8), "rate / decimation must be at least 2400"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
