@@ -8,6 +8,11 @@ from .parser import no_bars_for_files
 
 
 def run(argv: list[str]) -> int:
+    if any(word.split("=")[0] == "--task" for word in argv):
+        from .train_task import run as run_task
+
+        return run_task(argv)
+
     from ..training import arguments, train
 
     no_bars_for_files()

@@ -50,10 +50,13 @@ def generate(name: str, number: int, seed: int = 0, split: str = "train", **size
         raise ValueError(f"no task {name!r}{nearest(name, TASKS)}")
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}: expected one of {', '.join(SPLITS)}")
-    valid = list(inspect.signature(TASKS[name]).parameters)[2:]
-    for argument in sizes:
+    valid = dict(list(inspect.signature(TASKS[name]).parameters.items())[2:])
+    for argument, value in sizes.items():
         if argument not in valid:
             raise ValueError(f"{name} has no argument {argument!r}{nearest(argument, valid)}")
+        whole = isinstance(valid[argument].default, int)
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            raise ValueError(f"{argument} must be {'an integer' if whole else 'a number'}, got {value!r}")
     if number < 1:
         raise ValueError(f"number must be at least 1, got {number}")
     return TASKS[name](np.random.default_rng([seed, SPLITS.index(split)]), number, **sizes)

@@ -1,0 +1,78 @@
+"""`hf-recurrent train --task`: train on one of the papers' generated tasks."""
+
+import os
+from pathlib import Path
+
+from .parser import CommandLineError, Parser, check_writable, no_bars_for_files, number
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="hf-recurrent train --task",
+        usage="hf-recurrent train --task NAME [--flags]",
+        description="""\
+Trains a new model on a task that is generated from a seed, fresh examples at every step, and prints the share of right
+answers on others: selective_copying, associative_recall, memory_horizon, induction_heads or listops.""",
+        epilog="""\
+examples:
+  hf-recurrent train --task selective_copying --task-args length=256 --num-hidden-layers 3
+  hf-recurrent train --task associative_recall --task-args length=64,pairs=4,vocab_size=64 --model-type longhorn
+  hf-recurrent train --task listops --task-args shortest=20,longest=100 --output-dir runs/listops
+""",
+    )
+    add = parser.add_argument
+    add("--task", required=True, metavar="NAME", help="one of those above")
+    add("--task-args", default="", metavar="KEY=VALUE,...", help="sizes of the task (default: the paper's)")
+    add("--model-type", default="mingru", metavar="NAME", help="mingru, minlstm, longhorn, gateloop or s5")
+    add("--hidden-size", type=number(int, 1), default=64, metavar="N", help="width")
+    add("--num-hidden-layers", type=number(int, 1), default=2, metavar="N", help="layers")
+    add("--config-overrides", default="", metavar="KEY=VALUE,...", help="other fields of the family's configuration")
+    add("--max-steps", type=number(int, 1), default=1000, metavar="N", help="steps")
+    add("--batch-size", type=number(int, 1), default=64, metavar="N", help="examples of a step")
+    add("--learning-rate", type=number(float, 0), default=3e-3, metavar="X", help="of AdamW")
+    add("--weight-decay", type=number(float, 0), default=0.0, metavar="X", help="of matrices")
+    add("--eval-examples", type=number(int, 1), default=1000, metavar="N", help="others, to measure on")
+    add("--seed", type=number(int, 0), default=0, metavar="N", help="of weights and examples")
+    add("--output-dir", metavar="DIR", help="save the model and task.json there")
+    add("--overwrite", action="store_true", help="even where an earlier run is in that folder")
+    add("--cpu", action="store_true", help="train on the CPU even where there is a GPU")
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    args = _parser().parse(argv)
+
+    import torch
+    from tqdm import tqdm
+
+    from ..tasks.train import TaskTraining, train_task
+    from ..training.model import parse_overrides
+
+    no_bars_for_files()
+    config = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers}
+    overrides = parse_overrides(args.config_overrides)
+    for name in overrides.keys() & config.keys():
+        raise CommandLineError(f"--config-overrides: {name} has a flag of its own")
+    names = ("task", "model_type", "max_steps", "batch_size", "learning_rate", "weight_decay", "eval_examples", "seed")
+    fields = {name: getattr(args, name) for name in names}
+    training = TaskTraining(sizes=parse_overrides(args.task_args), config=config | overrides, **fields)
+    output = None if args.output_dir is None else Path(args.output_dir)
+    if output is not None:
+        if (output / "task.json").exists() and not args.overwrite:
+            raise CommandLineError(f"--output-dir {output}: holds an earlier run; --overwrite replaces it")
+        os.makedirs(output, exist_ok=True)
+        check_writable("--output-dir", str(output / "task.json"))
+    device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
+    with tqdm(total=args.max_steps, unit=" steps", disable=None, leave=False) as bar:
+
+        def progress(step: int, loss: float, accuracy: float | None) -> None:
+            bar.update()
+            bar.set_postfix(loss=f"{loss:.3f}")
+            if accuracy is not None:
+                tqdm.write(f"step {step:,}: loss {loss:.4f}, accuracy {accuracy:.2%}")
+
+        result = train_task(training, output, device, progress)
+    print(f"{args.task}, {args.model_type} of {result['parameters']:,} parameters: accuracy {result['accuracy']:.2%}")
+    if output is not None:
+        print(f"Written: the model and task.json in {output}")
+    return 0

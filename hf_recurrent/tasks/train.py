@@ -1,0 +1,168 @@
+"""Training on a generated task: fresh examples at every step, and the accuracy of the answers on others."""
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    get_cosine_schedule_with_warmup,
+)
+
+from ..files import write_whole
+from ..messages import nearest
+from ..training.model import families
+from . import TASKS, generate
+from .listops import VOCABULARY
+from .symbols import IGNORED
+
+TOKEN_TASKS = ("selective_copying", "associative_recall", "memory_horizon", "induction_heads")
+TRAINABLE = (*TOKEN_TASKS, "listops")  # the others are read as numbers, which S5 alone takes
+
+
+@dataclass
+class TaskTraining:
+    """
+    Args:
+        task: one of TRAINABLE.
+        sizes: arguments of the task's function.
+        model_type: a family.
+        config: fields of its configuration; the vocabulary is the task's.
+        max_steps, batch_size, learning_rate, weight_decay: of AdamW, with a warm-up over a tenth of the steps, then
+            half a cosine; gradients are clipped to the norm 1.
+        eval_examples: of the validation split, on which the accuracy is measured, `evaluations` times in equal steps.
+        seed: of the weights and the examples.
+    """
+
+    task: str
+    sizes: dict = field(default_factory=dict)
+    model_type: str = "mingru"
+    config: dict = field(default_factory=dict)
+    max_steps: int = 1000
+    batch_size: int = 64
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.0
+    eval_examples: int = 1000
+    evaluations: int = 10
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.task not in TRAINABLE:
+            raise ValueError(f"--task {self.task}: cannot be trained on here{nearest(self.task, TRAINABLE)}")
+        if self.model_type not in families():
+            raise ValueError(f"--model-type {self.model_type}: no such family{nearest(self.model_type, families())}")
+        generate(self.task, 1, **self.sizes)  # what does not fit is refused before any work
+
+    def create_model(self) -> PreTrainedModel:
+        """A new model for the task.
+
+        Raises:
+            ValueError: a field that the family does not have, or a value that does not fit.
+        """
+        sizes = {name: p.default for name, p in inspect.signature(TASKS[self.task]).parameters.items()} | self.sizes
+        if self.task == "listops":
+            fields = {"vocab_size": len(VOCABULARY), "num_labels": 10, "pad_token_id": 0}
+        elif self.task == "memory_horizon":
+            fields = {"vocab_size": max(sizes["numbers"] + 1, sizes["modulo"])}
+        else:
+            fields = {"vocab_size": sizes["vocab_size"]}
+        config_class = families()[self.model_type]
+        valid = set(inspect.signature(config_class.__init__).parameters) - {"self", *fields}
+        for name in self.config:
+            if name not in valid:
+                raise ValueError(f"{name} is not a field of {config_class.__name__} to set{nearest(name, valid)}")
+        torch.manual_seed(self.seed)
+        try:
+            config = config_class(**{"hidden_size": 64, "num_hidden_layers": 2, **self.config}, **fields)
+        except (StrictDataclassError, TypeError, ValueError) as error:
+            raise ValueError(f"{config_class.__name__}: {' '.join(str(error).split())}") from None
+        auto = AutoModelForSequenceClassification if self.task == "listops" else AutoModelForCausalLM
+        return auto.from_config(config)
+
+
+def answers(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and of the places with a label: the tokens or classes predicted, and the labels."""
+    if batch["labels"].ndim == 1:
+        outputs = model(**batch, use_cache=False)
+        return outputs.loss, outputs.logits.argmax(-1), batch["labels"]
+    wanted = batch["labels"] != IGNORED
+    logits = model(batch["input_ids"], logits_to_keep=wanted, use_cache=False).logits
+    labels = batch["labels"][wanted]
+    return torch.nn.functional.cross_entropy(logits.float(), labels), logits.argmax(-1), labels
+
+
+def _tensors(arrays: dict[str, np.ndarray], rows: slice, device: torch.device) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array[rows]).to(device) for name, array in arrays.items()}
+
+
+@torch.no_grad()
+def accuracy(model: PreTrainedModel, examples: dict[str, np.ndarray], batch_size: int) -> float:
+    """The share of labels that the model predicts."""
+    model.eval()
+    right = total = 0
+    for first in range(0, len(examples["labels"]), batch_size):
+        batch = _tensors(examples, slice(first, first + batch_size), model.device)
+        _, predicted, labels = answers(model, batch)
+        right, total = right + (predicted == labels).sum().item(), total + labels.numel()
+    model.train()
+    return right / total
+
+
+def train_task(
+    training: TaskTraining,
+    output: Path | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, float, float | None], None] = lambda step, loss, accuracy: None,
+) -> dict:
+    """
+    Trains a new model.
+
+    Args:
+        output: a folder that exists, for the model and task.json (what is returned).
+        progress: is told each step's number and loss, and the accuracy where it was measured.
+
+    Returns:
+        The training's arguments, "parameters", "accuracy", the last one, and "curve": for each measurement step, loss
+        (the mean since the one before) and accuracy.
+
+    Raises:
+        ValueError: what `TaskTraining.create_model` raises.
+        FloatingPointError: the loss is not finite.
+    """
+    model = training.create_model().to(device).train()
+    groups = model.parameter_groups(training.learning_rate, training.weight_decay)
+    optimizer = torch.optim.AdamW(groups)
+    schedule = get_cosine_schedule_with_warmup(optimizer, max(1, training.max_steps // 10), training.max_steps)
+    held_out = generate(training.task, training.eval_examples, training.seed, "validation", **training.sizes)
+    every, curve, losses = max(1, training.max_steps // training.evaluations), [], []
+    rng = np.random.default_rng([training.seed, 0])
+    for step in range(1, training.max_steps + 1):
+        arrays = TASKS[training.task](rng, training.batch_size, **training.sizes)
+        loss, _, _ = answers(model, _tensors(arrays, slice(None), model.device))
+        if not loss.isfinite():
+            raise FloatingPointError(f"the loss is {loss.item()} at step {step}: try a smaller --learning-rate")
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        measured = None
+        if step % every == 0 or step == training.max_steps:
+            measured = accuracy(model, held_out, training.batch_size)
+            curve.append({"step": step, "loss": float(np.mean(losses)), "accuracy": measured})
+            losses = []
+        progress(step, loss.item(), measured)
+    result = {**vars(training), "parameters": model.num_parameters(), "accuracy": curve[-1]["accuracy"], "curve": curve}
+    if output is not None:
+        model.eval().save_pretrained(output)
+        write_whole(output / "task.json", json.dumps(result, indent=2) + "\n")
+    return result
