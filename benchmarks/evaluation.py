@@ -26,8 +26,8 @@ from lm_eval.models.huggingface import HFLM
 import hf_recurrent
 from hf_recurrent.evaluation.lm import RecurrentLM
 from hf_recurrent.files import write_whole
+from hf_recurrent.measure import machine
 from hf_recurrent.training.tokenizer import train_bpe
-from measure import machine
 
 PACKAGES = ("torch", "transformers", "lm-eval", "tokenizers")
 GOALS = {"HellaSwag-like": 2.5, "MMLU-like, 5 shots": 8.0}
