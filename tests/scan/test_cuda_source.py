@@ -1,7 +1,11 @@
 """The CUDA kernels without a GPU: compiled through the run-time path, and their bodies run on the host by a shim."""
 
+import mmap
 import re
+import shutil
+import sys
 
+import numpy as np
 import pytest
 import torch
 from cuda_host import Host
@@ -178,11 +182,81 @@ def test_products_that_overflow(host):
 def test_elements_that_do_not_start_at_multiples_of_their_size(host):
     """As memory that came from elsewhere may; copied, since no GPU reads it."""
     buffer = torch.zeros(4 * 2 * 9 * 8 + 1, dtype=torch.uint8)
-    import numpy as np
-
     b = torch.from_numpy(np.ndarray((2, 9, 8), dtype=np.float32, buffer=buffer.numpy(), offset=1))
     b.copy_(random(2, 9, 8, dtype=torch.float32))
     a = coefficients(2, 9, 8, dtype=torch.float32)
     assert b.data_ptr() % 4
     got = linear_scan(a, b, backend="cpu")[0]
     assert torch.equal(got, linear_scan(a, b.clone(), backend="cpu")[0])
+
+
+def test_elements_beyond_32_bits(host):
+    """Rows that lie 2^31 elements apart."""
+    rows, width = 3, 8
+    buffer = mmap.mmap(-1, 2 * (2**31 + rows * width))  # touched at both ends only
+    b = torch.frombuffer(buffer, dtype=torch.bfloat16).as_strided((2, rows, width), (2**31, width, 1))
+    b.copy_(random(2, rows, width, dtype=torch.bfloat16))
+    a = coefficients(2, rows, width, dtype=torch.bfloat16)
+    for channels in (slice(None), slice(1, None)):  # in wide accesses, and one by one
+        got = linear_scan(a[..., channels], b[..., channels], backend="cpu")
+        want = linear_scan(a[..., channels], b[..., channels].clone(), backend="cpu")
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+# ---- machines on which the kernels cannot be made --------------------------------------------------------------------
+
+MODULE = cuda.module_for("linear", torch.float32, 4)
+
+
+def test_without_the_packages(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'hf-recurrent\[cuda\]' brings NVRTC"):
+        cuda_kernels.compile_module(MODULE, "sm_90")
+
+
+def test_without_nvrtc(monkeypatch):
+    core = pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
+
+    def refuse(*args):
+        raise RuntimeError("Failure finding libnvrtc.so: no such file")
+
+    monkeypatch.setattr(core, "Program", refuse)
+    with pytest.raises(BackendUnavailable, match="could not compile the kernels for sm_90: Failure finding libnvrtc"):
+        cuda_kernels.compile_module(MODULE, "sm_90")
+
+
+def test_a_source_that_does_not_compile(monkeypatch, tmp_path):
+    """The compiler's own line is passed on, and nothing is cached."""
+    pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
+    sources = tmp_path / "csrc"
+    shutil.copytree(cuda_kernels.kernel_cache.SOURCES, sources)
+    (sources / "device.h").write_text("#pragma once\nnot C++\n")
+    monkeypatch.setattr(cuda_kernels.kernel_cache, "SOURCES", sources)
+    monkeypatch.setenv("HF_RECURRENT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(BackendUnavailable, match=r"for sm_90: .*device\.h.*error: "):
+        cuda_kernels.cubin(MODULE, "sm_90")
+    assert not list((tmp_path / "cache").glob("*.cubin"))
+
+
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (BackendUnavailable("NVRTC is missing"), "NVRTC is missing"),
+        (RuntimeError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION: the driver\nis too old"), "RuntimeError: CUDA_ERROR_UNSUPP"),
+        (None, "first run: AssertionError"),  # it runs, and computes something else
+    ],
+)
+def test_a_first_run_that_fails_is_said(host, monkeypatch, error, reason):
+    """And costs speed, never a wrong number: the fallback computes."""
+
+    def launch(module, entry, device, grid, threads, arguments):
+        if error is not None:
+            raise error
+
+    real = {name: getattr(torch, name) for name in ("linspace", "ones")}
+    for name, make in real.items():
+        monkeypatch.setattr(torch, name, lambda *a, make=make, device=None, **k: make(*a, **k))
+    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    said = cuda.unavailable_reason.__wrapped__()
+    assert reason in said and "\n" not in said
