@@ -340,7 +340,7 @@ def longhorn_scan(
         reset_state: the state that documents start from, (D, m); zero when absent. Not with `reverse`. Each start costs
             as much as m tokens.
         backend: "reference", "chunked", "cpu" or "cuda"; None picks the fastest that can run. The CUDA kernels take m
-            up to 256 (64 in float64); beyond, None picks "chunked".
+            up to 128 (64 in float64); beyond, None picks "chunked".
 
     Returns:
         o, (B, L, D) in the inputs' promoted dtype, and final_state, (B, D, m), float32 (float64 in, float64 out).

@@ -7,8 +7,8 @@ from .cuda_kernels import MAX_GRID_Y, TYPES, Module, aligned, describe, launch, 
 from .reference import STATE_DTYPES
 
 THREADS = 128
-# A block's states and sums must fit into the shared memory that every GPU has.
-MAX_STATES = {torch.float32: 256, torch.bfloat16: 256, torch.float16: 256, torch.float64: 64}
+# What a thread's registers and a block's shared memory hold.
+MAX_STATES = {torch.float32: 128, torch.bfloat16: 128, torch.float16: 128, torch.float64: 64}
 
 
 def module_for(dtype: torch.dtype, states: int) -> Module:

@@ -22,7 +22,7 @@ constexpr int kStates = HFR_STATES;
 constexpr int kThreads = 128;
 constexpr int kLanes = kStates <= 16 ? 4 : kStates <= 64 ? 8 : 16;
 constexpr int kPerAtLeast = (kStates + kLanes - 1) / kLanes;
-constexpr int kPer = kPerAtLeast <= 1 ? 1 : kPerAtLeast <= 2 ? 2 : kPerAtLeast <= 4 ? 4 : kPerAtLeast <= 8 ? 8 : 16;
+constexpr int kPer = kPerAtLeast <= 1 ? 1 : kPerAtLeast <= 2 ? 2 : kPerAtLeast <= 4 ? 4 : 8;
 constexpr int kPadded = kLanes * kPer;  // states past m have keys and queries of zero, and stay zero
 constexpr int kChannels = kThreads / kLanes;
 constexpr int kSteps = kPer <= 4 ? 8 : 4;  // so that a tile's states fit into registers beside all else
@@ -30,7 +30,7 @@ constexpr int kBlocks = kPer * sizeof(State) <= 16 ? 3 : kPer * sizeof(State) <=
 constexpr int kWarp = 32, kWarps = kThreads / kWarp;
 constexpr int kElements = (kSteps * kChannels + kThreads - 1) / kThreads;  // of a tile of x, to a thread
 constexpr int kKeys = (kSteps * kStates + kThreads - 1) / kThreads;        // of a tile of k, to a thread
-static_assert(kPadded >= kStates, "too many states");
+static_assert(kPadded >= kStates, "at most 128 states");
 
 struct Problem {
   Index batch, length, channels, reverse;
