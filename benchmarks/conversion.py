@@ -1,6 +1,6 @@
 """What converting and loading a checkpoint cost, in seconds and in memory.
 
-    python benchmarks/conversion.py                     the 125M Longhorn, 2 GB in shards, loading; 9 GB of disk
+    python benchmarks/conversion.py                     the 125M Longhorn, 1.9 GB in shards, loading; 9 GB of disk
     python benchmarks/conversion.py --quick             tiny sizes, to see that it works
     python benchmarks/conversion.py --only loading
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 SECTIONS = ("single", "sharded", "loading")
-# (layers, width, vocabulary): the paper's 125M, and one of 2 GB in float32.
+# (layers, width, vocabulary): the paper's 125M, and one of 1.9 GB in float32.
 SIZES = {"single": (24, 768, 50280), "sharded": (40, 1280, 50280), "loading": (24, 768, 50280)}
 QUICK = {name: (2, 64, 1000) for name in SIZES}
 SHARDS = 8

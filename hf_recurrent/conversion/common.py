@@ -7,7 +7,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .reading import Checkpoint, Refused, listed
+from .checkpoint import Checkpoint, Refused, listed
 from .rules import Answers, Format, Target
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -6,9 +6,10 @@ from pathlib import Path
 from .. import modeling
 from ..files import existing
 from ..messages import nearest
+from .checkpoint import Refused
 from .common import DTYPES, Report
 from .formats import FORMATS
-from .reading import Refused, read_json
+from .reading import read_json
 from .rules import Answers
 from .to_original import to_original
 from .to_ours import to_ours

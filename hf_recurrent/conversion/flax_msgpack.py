@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..messages import first_line
-from .reading import Refused
+from .checkpoint import Refused, repeated
 
 ARRAY = 1  # flax's extension types: 2 is a complex number, 3 a NumPy scalar
 COMPLEX, SCALAR = 2, 3
@@ -32,11 +32,9 @@ def read_msgpack(path: Path) -> dict:
 
 
 def _unique(pairs: list[tuple]) -> dict:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise Refused(f"names {next(name for name in names if names.count(name) > 1)!r} twice")
-    return found
+    if (twice := repeated(name for name, _ in pairs)) is not None:
+        raise Refused(f"names {twice!r} twice")
+    return dict(pairs)
 
 
 def _array(code: int, data: bytes) -> Tensor:

@@ -1,7 +1,7 @@
 """Every source of checkpoints, and which one a checkpoint is of."""
 
 from . import gateloop, longhorn, mamba, minlm, s5, s5_pytorch
-from .reading import Checkpoint, Refused, listed
+from .checkpoint import Checkpoint, Refused, listed
 from .rules import Format
 
 FORMATS: dict[str, Format] = {

@@ -7,7 +7,7 @@ converted.
 """
 
 from ..modeling import GateLoopConfig, GateLoopForCausalLM
-from .reading import Checkpoint
+from .checkpoint import Checkpoint
 from .rules import Answers, Format, Target, needed, ratio, rename, renames
 
 EPS = 1e-30  # of pre-norm: far below the mean square of anything, and not 0

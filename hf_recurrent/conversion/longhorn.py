@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..modeling import LonghornConfig, LonghornForCausalLM
-from .reading import Checkpoint, Refused
+from .checkpoint import Checkpoint, Refused
 from .rules import Answers, Format, Rule, Target, needed, origin, ratio, rename, renames, tied
 
 EMBEDDING, HEAD = "backbone.embedding.weight", "lm_head.weight"
@@ -67,15 +67,11 @@ class Longhorn(Format):
         }  # fmt: skip
         theirs = self._check_config(checkpoint, sizes, vocab)
         head, embedding = HEAD, EMBEDDING
-        is_tied = theirs.get("tie_embeddings")
-        if is_tied is None:  # no configuration: the weights say it
+        is_tied = theirs.get("tie_embeddings", True)
+        if not theirs:  # no configuration: the weights say it
             is_tied = head not in checkpoint or torch.equal(checkpoint.tensors[head](), checkpoint.tensors[embedding]())
-        if head not in checkpoint and is_tied:  # as safetensors keeps tied weights
-            checkpoint.shapes[head], checkpoint.dtypes[head] = (
-                checkpoint.shapes[embedding],
-                checkpoint.dtypes[embedding],
-            )
-            checkpoint.tensors[head] = checkpoint.tensors[embedding]
+        if head not in checkpoint and is_tied:
+            checkpoint.alias(head, embedding)
         config = LonghornConfig(
             vocab_size=vocab,
             hidden_size=width,
@@ -145,7 +141,10 @@ class Longhorn(Format):
 
     def config_file(self, config: LonghornConfig) -> dict:
         """The original's own, if this model came from one: it has the vocabulary's size before padding."""
-        return origin(config, self.name).get("config") or {
+        kept = origin(config, self.name).get("config")
+        if isinstance(kept, dict) and kept:
+            return kept
+        return {
             "d_model": config.hidden_size, "d_intermediate": 0, "n_layer": config.num_hidden_layers,
             "vocab_size": config.vocab_size,
             "ssm_cfg": {

@@ -7,8 +7,8 @@ trained.
 """
 
 from ..modeling import LonghornConfig, LonghornForCausalLM
+from .checkpoint import Checkpoint, Refused
 from .longhorn import MIXER
-from .reading import Checkpoint, Refused
 from .rules import Answers, Format, Target, needed, ratio, renames, tied
 
 LEFT = ("mixer.A_log", "mixer.dt_proj.weight", "mixer.dt_proj.bias")
@@ -37,8 +37,7 @@ class Mamba(Format):
         inner, state_size = shape(f"{mixer}.A_log", 2)
         is_tied = "lm_head.weight" not in checkpoint or theirs.get("tie_word_embeddings", True)
         if "lm_head.weight" not in checkpoint:
-            for table in (checkpoint.tensors, checkpoint.shapes, checkpoint.dtypes):
-                table["lm_head.weight"] = table["backbone.embeddings.weight"]
+            checkpoint.alias("lm_head.weight", "backbone.embeddings.weight")
         config = LonghornConfig(
             vocab_size=vocab,
             hidden_size=width,

@@ -7,7 +7,7 @@ own (`conv_residual`). Biases are in the MLPs and convolutions only. Its RMSNorm
 import torch
 
 from ..modeling import MinGRUConfig, MinGRUForCausalLM, MinLSTMConfig, MinLSTMForCausalLM
-from .reading import Checkpoint
+from .checkpoint import Checkpoint
 from .rules import Answers, Format, Target, needed, pointwise, ratio, rename, renames
 
 # The released name of in_proj, how many projections it holds, and our classes.

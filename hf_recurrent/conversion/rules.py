@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .reading import Checkpoint, Refused
+from .checkpoint import Checkpoint, Refused
 
 
 def _same(*tensors: Tensor) -> tuple[Tensor, ...]:

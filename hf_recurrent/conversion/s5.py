@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from ..modeling import S5Config, S5ForDocumentMatching, S5ForSequenceClassification
+from .checkpoint import Checkpoint
 from .flax_msgpack import write_msgpack
-from .reading import Checkpoint
 from .rules import ON_OFF, Answers, Format, Option, Target, needed, rename, renames, side_by_side, transposed
 
 ENCODER, LAYER = "params/encoder/encoder", "params/encoder/layers_"

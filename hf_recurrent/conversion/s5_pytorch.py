@@ -9,7 +9,7 @@ refused: it is no model.
 import re
 
 from ..modeling import S5Config, S5Model
-from .reading import Checkpoint, Refused
+from .checkpoint import Checkpoint, Refused
 from .rules import (
     Answers,
     Format,

@@ -11,8 +11,9 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from .. import modeling
 from ..files import replacing, replacing_folder, saving
 from ..messages import first_line
+from .checkpoint import Checkpoint, Refused
 from .common import DTYPES, Report, check_names, check_ours, described, dtype_of, empty_model, finished, saved_weights
-from .reading import Checkpoint, Refused, read
+from .reading import read
 from .rules import Answers, Format, Target
 
 # What changes no output of a trained model, or is set by the caller.
@@ -103,6 +104,6 @@ def _fills(config: PreTrainedConfig, name: str) -> bool:
     """Whether a field has no effect, for what it is about is absent."""
     if name in ("use_conv_bias", "conv_residual"):
         return config.conv_kernel == 0
-    if name == "use_mlp_bias":
-        return True  # tensors say it
+    if name in ("use_mlp_bias", "num_heads"):
+        return True  # the tensors say it
     return name == "sub_ln_eps" and not config.use_sub_ln

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..files import replacing_folder, saving
 from ..messages import counted
+from .checkpoint import Checkpoint, Refused
 from .common import (
     DTYPES,
     Report,
@@ -24,7 +25,7 @@ from .common import (
     saved_weights,
 )
 from .formats import detect
-from .reading import Checkpoint, Refused, read
+from .reading import read
 from .rules import Answers, Rule, Target
 
 
