@@ -1,5 +1,6 @@
 """Every source: ours computes what the original computes, and the way back gives the same bits."""
 
+import copy
 import json
 
 import numpy as np
@@ -27,11 +28,12 @@ TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-7}
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
 
-def assert_close(got, expected):
-    """Largest deviation, in units of the largest logit where that is above 1."""
+def assert_close(got, expected, own_error=0.0):
+    """Largest deviation, in units of the largest logit where that is above 1; beyond what the original's own result is
+    known to be off by."""
     assert got.dtype == expected.dtype and got.shape == expected.shape
     scale = max(1.0, expected.abs().max().item())
-    assert (got - expected).abs().max().item() <= TOLERANCES[got.dtype] * scale
+    assert (got - expected).abs().max().item() <= TOLERANCES[got.dtype] * scale + own_error
 
 
 def assert_same(got, expected):
@@ -87,7 +89,11 @@ def test_gateloop_transformer(dtype, options, tmp_path):
     torch.save(original.state_dict(), tmp_path / "original.pt")
     convert(tmp_path / "original.pt", tmp_path / "ours")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert_close(ours(x := ids()).logits, original(x))
+    # The phase of a transition near 0 has few digits: how far off the original itself is in float32, float64 shows.
+    x = ids()
+    expected, exact = original(x), copy.deepcopy(original).double()(x)
+    assert_close(ours(x).logits, expected, own_error=(expected - exact).abs().max().item())
+    assert_close(copy.deepcopy(ours).double()(x).logits, exact)
     convert(tmp_path / "ours", tmp_path / "back.pt", to_format="gateloop-transformer")
     assert_same(torch.load(tmp_path / "back.pt", weights_only=True), original.state_dict())
 
