@@ -8,7 +8,7 @@ def _parser() -> Parser:
         prog="hf-recurrent push",
         usage="hf-recurrent push DIR USER/REPO [--flags]",
         description="Upload a model to the Hugging Face Hub in one commit: weights, configurations, tokenizer, a model "
-        "card from what is known of the run, and the code to load it. The token is that of `hf auth login`, or HF_TOKEN.",
+        "card from what is known of the run, and the code to load it. The token is `hf auth login`'s, or HF_TOKEN.",
         epilog="""\
 examples:
   hf-recurrent push runs/books me/books --license mit --language en

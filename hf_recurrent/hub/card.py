@@ -129,8 +129,8 @@ def _about(model: PreTrainedModel) -> str:
         facts["cache per sequence"] = f"{size:,} bytes, whatever its length"
     rows = [f"| {name} | {value if isinstance(value, str) else f'{value:,}'} |" for name, value in facts.items()]
     intro = (
-        f"A {NAMES[kind]} model ([{title}](https://arxiv.org/abs/{arxiv})), a linear recurrence whose state has a fixed "
-        "size, made with hf_recurrent."
+        f"A {NAMES[kind]} model ([{title}](https://arxiv.org/abs/{arxiv})), a linear recurrence whose state has a "
+        "fixed size, made with hf_recurrent."
     )
     return "\n".join([intro, "", "| | |", "|---|---|", *rows])
 

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub of one's own on loopback: enough of its HTTP interface to push and pull models, and to go wrong."""
+"""A Hugging Face Hub of one's own on loopback: enough of its interface to push and pull models, and to go wrong."""
 
 import base64
 import hashlib

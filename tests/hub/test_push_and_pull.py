@@ -223,7 +223,8 @@ def test_nothing_is_invented(hub, tmp_path, run):
 
 def test_tokens_reach_no_card(hub, folder, run, tmp_path):
     secrets = [
-        TOKEN, "0123456789abcdef" * 2 + "01234567", "sk-proj-abcdefghijklmnop", "hunter2word", "ghp_" + "a" * 36, "pw4me",
+        TOKEN, "0123456789abcdef" * 2 + "01234567", "sk-proj-abcdefghijklmnop", "hunter2word",
+        "ghp_" + "a" * 36, "pw4me",
     ]  # fmt: skip
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
