@@ -23,6 +23,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_tracing
 
+from ..scan import split
 from .configuration import RecurrentConfig
 
 State = dict[str, Tensor]
@@ -99,6 +100,9 @@ class ShortConvolution(nn.Conv1d):
             y, (B, L, D), and the new state, (B, k - 1, D).
         """
         length, (taps_back, channels) = x.shape[1], self.state_shape
+        group = split.current_group()
+        if group is not None:
+            state = split.last_inputs(group, self._last_inputs(x, mask, reset), mask, reset)
         if state is None:
             state = x.new_zeros(len(x), taps_back, channels)
         inputs = torch.cat([state.to(x.dtype), x], dim=1)  # (B, k - 1 + L, D)
@@ -122,6 +126,16 @@ class ShortConvolution(nn.Conv1d):
             done_over = self._weigh(self._gather(inputs, at[0][:, None], taps[at], keep[at]))
             y = y.index_put(at, done_over.to(y.dtype))
         return y, last[:, 1:]
+
+    def _last_inputs(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> Tensor:
+        """The state after x alone, (B, k - 1, D)."""
+        taps_back, channels = self.state_shape
+        inputs = torch.cat([x.new_zeros(len(x), taps_back, channels), x], dim=1)
+        if mask is None and reset is None:
+            return inputs[:, x.shape[1] :]
+        taps, keep = self._taps(x, mask, reset)
+        rows = torch.arange(len(x), device=x.device)
+        return self._gather(inputs, rows[:, None], taps[:, -1], keep[:, -1])[:, 1:]
 
     def _taps(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
         """Where the taps of each token lie in [state, x], (B, L + 1, k) in the order of the weights, and which of them

@@ -19,6 +19,7 @@ from transformers.utils import can_return_tuple, is_tracing
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..scan import split
 from .cache import RecurrentCache, StaticRecurrentCache, recorded_calls
 from .configuration import RecurrentConfig
 from .layers import RecurrentBlock, RMSNorm, ShortConvolution
@@ -338,6 +339,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
     mixer_kwargs: tuple[str, ...] = ()
     recurrence_parameters: tuple[str, ...] = ()
     undecayed_parameters: tuple[str, ...] = ()
+    context_group = None  # the processes that a sequence is split over, by `hf_recurrent.parallel.context_parallel`
 
     def __init__(self, config: RecurrentConfig):
         super().__init__(config)
@@ -419,6 +421,12 @@ class RecurrentModel(RecurrentPreTrainedModel):
             raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: a recurrence has no keys apart from queries")
         mask = padding_mask(attention_mask, batch, length, past_length)
         reset = document_starts(position_ids, seq_idx, cu_seq_lens_q, mask, batch, length, carries_state)
+        if self.context_group is not None:
+            self._refuse_in_split_context(past_key_values, cu_seq_lens_q, mixer_kwargs.get("output_attentions"))
+            shortest = max(self.config.conv_kernel - 1, 1)
+            mask, reset = split.document_borders(
+                self.context_group, position_ids, seq_idx, mask, reset, inputs_embeds, shortest
+            )
 
         hidden_states = self.dropout(inputs_embeds)
         if self.config.residual_in_fp32:
@@ -482,6 +490,15 @@ class RecurrentModel(RecurrentPreTrainedModel):
                 f"input_ids holds the token id {outside[0].item()}, outside the vocabulary of {size} tokens "
                 f"(ids 0 to {size - 1})"
             ) from None
+
+    def _refuse_in_split_context(self, past_key_values, cu_seq_lens_q, output_attentions) -> None:
+        """Raises ValueError for what a sequence that is split over processes cannot have."""
+        if past_key_values is not None:
+            raise ValueError("a context that is split over processes has no cache: use_cache must be False")
+        if cu_seq_lens_q is not None:
+            raise ValueError("cu_seq_lens_q must be None in a context that is split over processes: give seq_idx")
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError("output_attentions must be False in a context that is split over processes")
 
     def _refuse_cache(self, past_key_values: RecurrentCache | None, use_cache: bool | None) -> None:
         """Raises ValueError where a bidirectional model is asked for states."""

@@ -11,10 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from . import chunked, cpu, longhorn_cuda
+from . import chunked, cpu, longhorn_cuda, split
 from .ops import (
     check_mask,
     check_reset_state,
+    check_split,
     check_tensor,
     check_updatable,
     choose_backend,
@@ -397,11 +398,29 @@ def longhorn_scan(
                 "'chunked' takes any"
             )
         backend = "chunked"
-    if backend == "reference":
-        o, state = _loop(x, dt, k, q, initial_state, mask, reset, reverse)
-        return o.to(dtype), given_state.copy_(state) if update_state else state
-    refuse_forward_mode(x, dt, k, q, initial_state)
-    flags = step_flags(mask, reset, reverse)
-    if update_state:
+    refuse_forward_mode(*(() if backend == "reference" else (x, dt, k, q, initial_state)))
+    flags = None if backend == "reference" else step_flags(mask, reset, reverse)
+
+    def run(inputs, initial_state):
+        if backend == "reference":
+            o, state = _loop(*inputs, initial_state, mask, reset, reverse)
+            return o.to(dtype), state
+        return torch.ops.hf_recurrent.longhorn(*inputs, initial_state, flags, reverse, backend)
+
+    if split.current_group() is None and update_state:
+        if backend == "reference":
+            o, state = run((x, dt, k, q), initial_state)
+            return o, given_state.copy_(state)
         return torch.ops.hf_recurrent.longhorn_(x, dt, k, q, given_state, flags, reverse, backend), given_state
-    return torch.ops.hf_recurrent.longhorn(x, dt, k, q, initial_state, flags, reverse, backend)
+    group = split.current_group()
+    if group is None:
+        return run((x, dt, k, q), initial_state)
+    check_split(initial_state, reverse)
+
+    def kept(inputs):
+        """The state that is left of ones, when nothing is added to it."""
+        x, dt, k, q = inputs
+        ones = torch.ones(len(x), x.shape[2], k.shape[2], dtype=STATE_DTYPES[dtype], device=x.device)
+        return run((torch.zeros_like(x), dt, k, q), ones)[1]
+
+    return split.scan(group, run, kept, [x, dt, k, q])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import chunked, cpu, cuda
+from . import chunked, cpu, cuda, split
 from .kernel_cache import BackendUnavailable
 from .reference import STATE_DTYPES, linear_scan_loop
 
@@ -364,23 +364,44 @@ def scan(
             )
             return h.to(dtype), final_state
     backend = choose_backend(backend, last.device)
-    if backend == "reference":
+    refuse_forward_mode(*(() if backend == "reference" else (*tensors, initial_state)))
+    flags = None if backend == "reference" else step_flags(mask, reset, reverse)
+
+    def run(tensors, initial_state):
+        if backend in COMPILED:
+            return torch.ops.hf_recurrent.scan(cell.name, list(tensors), initial_state, flags, reverse, backend)
         a, b = cell.coefficients(*tensors)
-        h, final_state = linear_scan_loop(a, b, initial_state, mask, reset, reverse)
-        return h.to(dtype), given_state.copy_(final_state) if update_state else final_state
-    refuse_forward_mode(*tensors, initial_state)
-    flags = step_flags(mask, reset, reverse)
-    if backend == "chunked":
-        a, b = cell.coefficients(*tensors)
-        if update_state:
-            return torch.ops.hf_recurrent.scan_("linear", [a, b], given_state, flags, reverse, backend).to(
-                dtype
-            ), given_state
-        h, final_state = torch.ops.hf_recurrent.scan("linear", [a, b], initial_state, flags, reverse, backend)
+        if backend == "reference":
+            h, final_state = linear_scan_loop(a, b, initial_state, mask, reset, reverse)
+        else:
+            h, final_state = torch.ops.hf_recurrent.scan("linear", [a, b], initial_state, flags, reverse, backend)
         return h.to(dtype), final_state
-    if update_state:
-        return torch.ops.hf_recurrent.scan_(cell.name, tensors, given_state, flags, reverse, backend), given_state
-    return torch.ops.hf_recurrent.scan(cell.name, tensors, initial_state, flags, reverse, backend)
+
+    if split.current_group() is None and update_state:
+        if backend == "reference":
+            h, final_state = run(tensors, initial_state)
+            return h, given_state.copy_(final_state)
+        compiled = backend in COMPILED
+        name, operands = (cell.name, tensors) if compiled else ("linear", list(cell.coefficients(*tensors)))
+        h = torch.ops.hf_recurrent.scan_(name, operands, given_state, flags, reverse, backend)
+        return h.to(dtype), given_state
+    group = split.current_group()
+    if group is None:
+        return run(tensors, initial_state)
+    check_split(initial_state, reverse)
+
+    def kept(tensors):
+        return split.kept_state(cell.coefficients(*tensors)[0].to(state_dtype), length, mask, reset)
+
+    return split.scan(group, run, kept, tensors)
+
+
+def check_split(initial_state: Tensor | None, reverse: bool) -> None:
+    """Raises ValueError where a scan cannot run over a sequence that is split over processes."""
+    if initial_state is not None:
+        raise ValueError("initial_state must be None where the sequence is split over processes: it comes from them")
+    if reverse:
+        raise ValueError("reverse must be False where the sequence is split over processes")
 
 
 def linear_scan(
