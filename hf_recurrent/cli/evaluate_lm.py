@@ -1,6 +1,7 @@
 """`hf-recurrent evaluate lm`: lm-eval's tasks."""
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -83,6 +84,7 @@ def run(argv: list[str]) -> int:
     from ..evaluation.lm import RecurrentLM
     from ..evaluation.tables import PAPER_TASKS, paper_table
 
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant to be so
     output = None if args.output is None else Path(args.output)
     if output is not None:
         os.makedirs(output, exist_ok=True)

@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
         raise CommandLineError(f"--config-overrides: {name} has a flag of its own")
     names = ("task", "model_type", "max_steps", "batch_size", "learning_rate", "weight_decay", "eval_examples", "seed")
     fields = {name: getattr(args, name) for name in names}
-    training = TaskTraining(sizes=parse_overrides(args.task_args), config=config | overrides, **fields)
+    training = TaskTraining(sizes=parse_overrides(args.task_args, "--task-args"), config=config | overrides, **fields)
     output = None if args.output_dir is None else Path(args.output_dir)
     if output is not None:
         if (output / "task.json").exists() and not args.overwrite:

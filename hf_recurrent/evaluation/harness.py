@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import sys
 import traceback
@@ -167,7 +166,6 @@ def evaluate(
     Raises:
         ValueError: what lm-eval or the model refuses.
     """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # a fork of a process with threads may hang
     cache = None if output is None else str(output / f".lm-eval-{fingerprint(lm)}")
     try:

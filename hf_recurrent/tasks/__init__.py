@@ -9,6 +9,7 @@ What each is exactly is said by its function: `help(hf_recurrent.tasks.TASKS["se
 
 import inspect
 from collections.abc import Callable
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def generate(name: str, number: int, seed: int = 0, split: str = "train", **size
         if argument not in valid:
             raise ValueError(f"{name} has no argument {argument!r}{nearest(argument, valid)}")
         whole = isinstance(valid[argument].default, int)
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
             raise ValueError(f"{argument} must be {'an integer' if whole else 'a number'}, got {value!r}")
     if number < 1:
         raise ValueError(f"number must be at least 1, got {number}")

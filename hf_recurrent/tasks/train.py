@@ -1,5 +1,6 @@
 """Training on a generated task: fresh examples at every step, and the accuracy of the answers on others."""
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedModel,
     get_cosine_schedule_with_warmup,
 )
@@ -25,6 +27,7 @@ from .listops import VOCABULARY
 from .symbols import IGNORED
 
 TOKEN_TASKS = ("selective_copying", "associative_recall", "memory_horizon", "induction_heads")
+PREDEFINED = {field.name for field in dataclasses.fields(PreTrainedConfig)}  # of no family's own
 TRAINABLE = (*TOKEN_TASKS, "listops")  # the others are read as numbers, which S5 alone takes
 
 
@@ -75,7 +78,7 @@ class TaskTraining:
         else:
             fields = {"vocab_size": sizes["vocab_size"]}
         config_class = families()[self.model_type]
-        valid = set(inspect.signature(config_class.__init__).parameters) - {"self", *fields}
+        valid = {field.name for field in dataclasses.fields(config_class)} - {"vocab_size", *PREDEFINED}
         for name in self.config:
             if name not in valid:
                 raise ValueError(f"{name} is not a field of {config_class.__name__} to set{nearest(name, valid)}")

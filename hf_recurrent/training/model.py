@@ -23,7 +23,7 @@ def families() -> dict[str, type[PreTrainedConfig]]:
     return {config_class.model_type: config_class for config_class in FAMILIES}
 
 
-def parse_overrides(text: str) -> dict[str, object]:
+def parse_overrides(text: str, source: str = "--config-overrides") -> dict[str, object]:
     """`key=value,key=value` as a dict; values are YAML scalars: 3, 1e-5, true, null, text.
 
     Raises:
@@ -33,11 +33,11 @@ def parse_overrides(text: str) -> dict[str, object]:
     for item in filter(None, text.split(",")):
         name, equals, value = item.partition("=")
         if not (equals and name.strip()):
-            raise ValueError(f"--config-overrides: expected key=value,key=value, got {item!r}")
+            raise ValueError(f"{source}: expected key=value,key=value, got {item!r}")
         try:
             value = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise ValueError(f"--config-overrides: {name}: got {value!r}, expected a YAML scalar") from None
+            raise ValueError(f"{source}: {name}: got {value!r}, expected a YAML scalar") from None
         if isinstance(value, str):
             try:
                 value = float(value)  # YAML 1.1 takes 1e-5 for text

@@ -60,7 +60,7 @@ def test_listops_has_a_classifier(tmp_path):
         (["--task", "pendulum"], "--task pendulum: cannot be trained on here"),
         (["--task", "listops", "--model-type", "mamba"], "--model-type mamba: no such family"),
         (["--task", "listops", "--task-args", "depth=3"], "listops has no argument 'depth'"),
-        (["--task", "listops", "--task-args", "shortest"], "expected key=value"),
+        (["--task", "listops", "--task-args", "shortest"], "--task-args: expected key=value"),
         (["--task", "listops", "--config-overrides", "vocab_size=3"], "vocab_size is not a field"),
         (["--task", "listops", "--config-overrides", "hidden_size=3"], "hidden_size has a flag of its own"),
         (["--task", "listops", "--max-steps", "0"], "--max-steps: must be at least 1, got 0"),
