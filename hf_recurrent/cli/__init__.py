@@ -42,7 +42,9 @@ commands:
 
 examples:
   hf-recurrent train
+  hf-recurrent train --task selective_copying
   hf-recurrent generate --model runs/mingru --prompt "def "
+  hf-recurrent evaluate lm --model runs/mingru --tasks piqa
   hf-recurrent convert minlm.pt models/mingru
   hf-recurrent bench
   hf-recurrent push runs/mingru me/mingru

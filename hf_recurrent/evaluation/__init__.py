@@ -1,4 +1,7 @@
-"""Evaluating language models: perplexity by position, over texts of any length."""
+"""Evaluating language models: perplexity by position, over texts of any length; and lm-eval's tasks.
+
+`lm`, `harness` and `tables` are for lm-eval, and want it installed.
+"""
 
 from .perplexity import Perplexity, measure_perplexity
 

@@ -42,7 +42,7 @@ def associative_recall(
     length: int = 512,
     pairs: int = 64,
     vocab_size: int = 8192,
-    alpha: float = 0.1,
+    alpha: float = 0.01,
 ) -> dict[str, np.ndarray]:
     """
     Multi-query associative recall (Arora et al. 2023, Zoology, https://arxiv.org/abs/2312.04927, appendix).
