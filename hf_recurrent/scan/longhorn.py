@@ -407,20 +407,19 @@ def longhorn_scan(
             return o.to(dtype), state
         return torch.ops.hf_recurrent.longhorn(*inputs, initial_state, flags, reverse, backend)
 
-    if split.current_group() is None and update_state:
+    if group := split.current_group():
+        check_split(initial_state, reverse)
+
+        def kept(inputs):
+            """The state that is left of ones, when nothing is added to it."""
+            x, dt, k, q = inputs
+            ones = torch.ones(len(x), x.shape[2], k.shape[2], dtype=STATE_DTYPES[dtype], device=x.device)
+            return run((torch.zeros_like(x), dt, k, q), ones)[1]
+
+        return split.scan(group, run, kept, [x, dt, k, q])
+    if update_state:
         if backend == "reference":
             o, state = run((x, dt, k, q), initial_state)
             return o, given_state.copy_(state)
         return torch.ops.hf_recurrent.longhorn_(x, dt, k, q, given_state, flags, reverse, backend), given_state
-    group = split.current_group()
-    if group is None:
-        return run((x, dt, k, q), initial_state)
-    check_split(initial_state, reverse)
-
-    def kept(inputs):
-        """The state that is left of ones, when nothing is added to it."""
-        x, dt, k, q = inputs
-        ones = torch.ones(len(x), x.shape[2], k.shape[2], dtype=STATE_DTYPES[dtype], device=x.device)
-        return run((torch.zeros_like(x), dt, k, q), ones)[1]
-
-    return split.scan(group, run, kept, [x, dt, k, q])
+    return run((x, dt, k, q), initial_state)

@@ -377,7 +377,14 @@ def scan(
             h, final_state = torch.ops.hf_recurrent.scan("linear", [a, b], initial_state, flags, reverse, backend)
         return h.to(dtype), final_state
 
-    if split.current_group() is None and update_state:
+    if group := split.current_group():
+        check_split(initial_state, reverse)
+
+        def kept(tensors):
+            return split.kept_state(cell.coefficients(*tensors)[0].to(state_dtype), length, mask, reset)
+
+        return split.scan(group, run, kept, tensors)
+    if update_state:
         if backend == "reference":
             h, final_state = run(tensors, initial_state)
             return h, given_state.copy_(final_state)
@@ -385,15 +392,7 @@ def scan(
         name, operands = (cell.name, tensors) if compiled else ("linear", list(cell.coefficients(*tensors)))
         h = torch.ops.hf_recurrent.scan_(name, operands, given_state, flags, reverse, backend)
         return h.to(dtype), given_state
-    group = split.current_group()
-    if group is None:
-        return run(tensors, initial_state)
-    check_split(initial_state, reverse)
-
-    def kept(tensors):
-        return split.kept_state(cell.coefficients(*tensors)[0].to(state_dtype), length, mask, reset)
-
-    return split.scan(group, run, kept, tensors)
+    return run(tensors, initial_state)
 
 
 def check_split(initial_state: Tensor | None, reverse: bool) -> None:
