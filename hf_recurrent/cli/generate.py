@@ -108,11 +108,11 @@ def run(argv: list[str]) -> int:
                 if not args.stream:
                     print(prompt, end="")
             prompt = piece
-    elif args.stream:
-        print(prompt, end="", flush=True)
     ids = _tokens(tokenizer, prompt, special, args.model, model.config.vocab_size)
     if not unread and not tokenizer(prompt, add_special_tokens=False)["input_ids"]:
         raise CommandLineError(f"--prompt {prompt!r} tokenises to nothing: give at least one character")
+    if args.stream and args.prompt not in (None, "-"):
+        print(prompt, end="", flush=True)
     if args.seed is not None:
         set_seed(args.seed)
     sampling = {"do_sample": False}

@@ -205,6 +205,9 @@ class StaticLayer(RecurrentLayer):
     def hold(self, states: dict[str, Tensor]) -> None:
         self.states = {name: self._written(name, state) for name, state in states.items()}
 
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "buffers": {}}
+
     def _written(self, name: str, state: Tensor) -> Tensor:
         if name in self.buffers and _can_be_written(self.buffers[name], state):
             return self.buffers[name].copy_(state)
@@ -287,6 +290,9 @@ class RecurrentCache(Cache):
         if config is self.config:
             return None
         own, other = _meaning(self.config), _meaning(config)
+        if own == other:
+            self.config = config  # which is known at once the next time
+            return None
         differing = (name for name in [*own, *other] if own.get(name) != other.get(name))
         return next((name for name in differing if name not in ignoring), None)
 

@@ -1,5 +1,8 @@
 """States at fixed addresses: what compiled decoding asks of a cache. (What a cache can do: test_cache_programs.py.)"""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from families import FIRST, causal_lm, each_family, each_variant, states, token_ids
@@ -92,6 +95,21 @@ def test_addresses_stay(config):
     model(input_ids, past_key_values=made_inside)
     assert made_inside.get_seq_length() == cache.get_seq_length() == 18
     assert all(torch.equal(x, y) for x, y in zip(states(made_inside), states(cache), strict=True))
+
+
+@each_family
+@torch.no_grad()
+def test_copies_have_addresses_of_their_own(config):
+    model, cache = causal_lm(config), StaticRecurrentCache(config)
+    input_ids = token_ids(config, 2, 4)
+    model(input_ids, past_key_values=cache, use_cache=True)
+    pickled = pickle.loads(pickle.dumps(cache))
+    for other in (pickled, copy.deepcopy(cache), cache.to("cpu"), cache[:], StaticRecurrentCache.concatenate([cache])):
+        assert type(other) is StaticRecurrentCache and other.get_seq_length() == 4
+        assert all(torch.equal(x, y) for x, y in zip(states(other), states(cache), strict=True))
+        assert not set(addresses(other)) & set(addresses(cache))
+        expected = model(input_ids, past_key_values=cache.clone()).logits
+        assert torch.equal(model(input_ids, past_key_values=other).logits, expected)
 
 
 @each_family
