@@ -19,6 +19,7 @@ from .parser import CommandLineError
 COMMANDS = {
     "train": "pretrain a model on text, or continue with one",
     "generate": "continue a prompt",
+    "plot": "curves of several runs",
     "evaluate": "lm-eval's tasks, or perplexity of a text by position",
     "convert": "checkpoints of the papers' own codes to ours and back",
     "bench": "time the scans against this machine's memory",
@@ -48,6 +49,7 @@ examples:
   hf-recurrent convert minlm.pt models/mingru
   hf-recurrent bench
   hf-recurrent push runs/mingru me/mingru
+  hf-recurrent plot runs/mingru runs/longhorn
   hf-recurrent info
 """
 

@@ -1,0 +1,103 @@
+"""Curves of several runs in one picture, from their `metrics.jsonl`."""
+
+from pathlib import Path
+
+import numpy as np
+
+from ..messages import nearest
+from .folder import METRICS, RunFolder
+from .report import smooth
+
+# What is drawn unless something is asked for, each with its axis; a run without it has no line there.
+DEFAULT = ("validation_loss", "loss")
+X_AXES = ("step", "tokens", "elapsed")
+LABELS = {
+    "loss": "training loss (nats per token)",
+    "validation_loss": "validation loss (nats per token)",
+    "validation_bits_per_byte": "validation (bits per byte)",
+    "validation_perplexity": "validation perplexity",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm before clipping",
+    "tokens_per_second": "tokens per second",
+    "elapsed": "seconds of training",
+    "tokens": "tokens",
+    "step": "step",
+}
+SMOOTHED = ("loss", "grad_norm", "tokens_per_second")
+
+
+def read_runs(paths: list[str]) -> dict[str, list[dict]]:
+    """The metrics of each run, by the shortest names that tell the runs apart.
+
+    Raises:
+        FileNotFoundError: no such run, or it has no metrics.
+        ValueError: a run is given twice.
+    """
+    runs = {}
+    for path in map(Path, paths):
+        folder = path.parent if path.name == METRICS else path
+        lines = RunFolder(str(folder)).metrics()
+        if not lines:
+            raise FileNotFoundError(f"{path}: there is no run with metrics in {METRICS}")
+        if folder.resolve() in runs:
+            raise ValueError(f"{path} is given twice")
+        runs[folder.resolve()] = lines
+    depth = 1
+    while len({folder.parts[-depth:] for folder in runs}) < len(runs):
+        depth += 1
+    return {"/".join(folder.parts[-depth:]): lines for folder, lines in runs.items()}
+
+
+def points(lines: list[dict], x: str, y: str) -> np.ndarray:
+    """(N, 2). A line of metrics has the seconds, and those of validations no tokens: the latest ones count."""
+    latest, found = {"step": 0, "tokens": 0, "elapsed": 0.0}, []
+    for line in lines:
+        latest.update({name: line[name] for name in latest if name in line})
+        if y in line:
+            found.append((latest[x], line[y]))
+    return np.array(found, dtype=float).reshape(-1, 2)
+
+
+def plot_runs(
+    runs: dict[str, list[dict]], quantities: list[str], x: str, path: Path, *, logarithmic: bool = False
+) -> None:
+    """Draw each quantity of all runs over `x`, one below the other; the file's ending decides its format."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1 + 3.4 * len(quantities)), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(quantities), sharex=True, squeeze=False)[:, 0]
+    for axes, name in zip(rows, quantities, strict=True):
+        for number, (run, lines) in enumerate(runs.items()):
+            curve, color = points(lines, x, name), f"C{number % 10}"
+            if not len(curve):
+                continue
+            marker = "o" if len(curve) < 40 and name not in SMOOTHED or len(curve) == 1 else None
+            values = curve[:, 1]
+            if name in SMOOTHED and len(curve) > 25:
+                axes.plot(*curve.T, color=color, alpha=0.25, linewidth=0.8)
+                values = smooth(values, len(values) // 25)
+            style = ("-", "--", ":", "-.")[number // 10 % 4]
+            axes.plot(curve[:, 0], values, style, color=color, marker=marker, markersize=3.5, label=run)
+        axes.set_ylabel(LABELS.get(name, name.replace("_", " ")))
+        axes.set_yscale("log" if logarithmic else "linear")
+        axes.grid(alpha=0.25, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.01)
+    rows[-1].set_xlabel(LABELS[x])
+    rows[0].legend(frameon=False)
+    figure.savefig(path, dpi=150, format=path.suffix.lower().lstrip("."))
+
+
+def check_quantities(runs: dict[str, list[dict]], quantities: list[str]) -> None:
+    """
+    Raises:
+        ValueError: no run has one of them; the message names the nearest one that there is.
+    """
+    known = {
+        name for lines in runs.values() for line in lines for name, value in line.items() if not isinstance(value, str)
+    }
+    for name in quantities:
+        if name not in known:
+            raise ValueError(f"--metric {name}: no run has it{nearest(name, sorted(known))}")
