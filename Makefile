@@ -24,7 +24,7 @@ help:  ## show this list
 	@echo "Variables: PYTHON=$(PYTHON) makes the environment in VENV=$(VENV)."
 
 demo: $(RUN)  ## train a minGRU on Python's own source files (about three minutes), then print a sample
-	$(BIN)/hf-recurrent train examples/demo.yaml --overwrite
+	$(BIN)/hf-recurrent train examples/recipes/stdlib_mingru.yaml --overwrite
 	$(BIN)/hf-recurrent generate --model runs/demo --prompt "def " --max-new-tokens 200
 
 test: $(DEV)  ## run the tests, on every core

@@ -109,7 +109,14 @@ def test_source_distribution_carries_what_the_make_targets_need(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         members = archive.getmembers()
     names = {member.name.split("/", 1)[1] for member in members if member.isfile()}
-    needed = {"Makefile", "LICENSE", "README.md", "constraints.txt", "pyproject.toml", "examples/demo.yaml"}
+    needed = {
+        "Makefile",
+        "LICENSE",
+        "README.md",
+        "constraints.txt",
+        "pyproject.toml",
+        "examples/recipes/stdlib_mingru.yaml",
+    }
     assert names >= package_files() | needed | {"tests/test_packaging.py", "benchmarks/scan.py"}
     assert not [member.name for member in members if member.issym()]
     assert not [name for name in names if name.startswith((".", "runs/")) or "__pycache__" in name]

@@ -14,11 +14,15 @@ def run(argv: list[str]) -> int:
         return run_task(argv)
 
     from ..training import arguments, train
+    from ..training.dryrun import dry_run
 
     no_bars_for_files()
     # What its readers log about a broken file stands in the error that they raise.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     parsed = arguments.parse(argv)
+    if parsed[2].dry_run:
+        dry_run(*parsed)
+        return 0
     with within_memory("try a smaller --batch-size, --sequence-length or model"):
         # A preempted run (SIGTERM) has saved all it needs: for the scheduler that is a success. Ctrl-C is not.
         return 130 if train(*parsed)["interrupted"] == signal.SIGINT else 0

@@ -21,6 +21,7 @@ examples:
   hf-recurrent train --dataset roneneldan/TinyStories --streaming --max-steps 5000 --mixed-precision bf16
   hf-recurrent train recipe.yaml --learning-rate 5e-4       a file's settings, one of them overridden
   hf-recurrent train runs/mingru/train.yaml --resume        go on after an interruption
+  hf-recurrent train recipe.yaml --dry-run                  sizes, memory and time, without data or network
   hf-recurrent train recipe.yaml --resume auto              the same command, however often it is interrupted
   hf-recurrent train --model runs/mingru --data-files notes.txt --output-dir runs/notes
 """
@@ -127,6 +128,7 @@ class TrainArguments:
     _argument_group_name = "training"
 
     output_dir: str | None = option(None, "Folder for model, metrics and checkpoints (default: runs/MODEL_TYPE).")
+    dry_run: bool = option(False, "Check the settings and print sizes and costs; train nothing, read no data.")
     overwrite: bool = option(False, "Replace an earlier run in --output-dir as soon as this one has saved.")
     resume: Literal["newest", "auto"] | None = option(
         None,
@@ -151,6 +153,9 @@ class TrainArguments:
         "that a process takes in one pass.",
     )
     learning_rate: float = option(2e-3, "Highest learning rate.")
+    recurrence_learning_rate: float | None = option(
+        None, "Highest learning rate of what the family's paper trains at its own (S5's SSM, GateLoop's transitions)."
+    )
     min_learning_rate_ratio: float = option(0.1, "Learning rate at the end of the cosine, in multiples of the highest.")
     warmup_steps: float = option(0.05, "Steps of linear warm-up; below 1, a share of the run.")
     weight_decay: float = option(0.1, "Weight decay of matrices; vectors (norms, biases) have none.")
@@ -186,7 +191,7 @@ class TrainArguments:
         require(self, "total_batch_size", at_least=1)
         require(self, "eval_rows", "keep_checkpoints", "bptt_chunk", at_least=1)
         require(self, "num_epochs", "max_minutes", above=0)
-        require(self, "learning_rate", above=0, at_most=1e38)  # float32's range
+        require(self, "learning_rate", "recurrence_learning_rate", above=0, at_most=1e38)  # float32's range
         require(self, "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_steps", at_least=0)
         require(self, "min_learning_rate_ratio", at_least=0, at_most=1)
         require(self, "adam_beta1", "adam_beta2", at_least=0, below=1)
@@ -357,7 +362,7 @@ def to_yaml(model: ModelArguments, data: DataArguments, train: TrainArguments) -
         settings = {
             name: value
             for name, value in dataclasses.asdict(arguments).items()
-            if value not in (None, []) and name not in ("overwrite", "resume")
+            if value not in (None, []) and name not in ("dry_run", "overwrite", "resume")
         }
         if settings:
             lines.append(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000))

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import saving, write_whole
 from ..messages import counted, first_line
-from . import checkpoints
+from . import checkpoints, costs
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
 from .bptt import backward_in_chunks
 from .data import (
@@ -45,7 +45,16 @@ from .tokenizer import DEFAULT_VOCAB_SIZE, byte_tokenizer, load_tokenizer, train
 TOKENIZER_TRAINING_CHARACTERS = 100_000_000  # of the corpus's beginning; a BPE learns nothing more from more
 CHECKPOINT_FORMAT = 2
 # What may differ between a checkpoint and the run that goes on from it. Everything else decides which run it is.
-FREE = {"output_dir", "overwrite", "resume", "max_steps", "num_epochs", "max_minutes", "gradient_checkpointing"}
+FREE = {
+    "output_dir",
+    "dry_run",
+    "overwrite",
+    "resume",
+    "max_steps",
+    "num_epochs",
+    "max_minutes",
+    "gradient_checkpointing",
+}
 FREE |= {"compile", "cpu", "log_steps", "eval_steps", "eval_rows", "save_steps", "keep_checkpoints"}
 # How the rows of a step are shared out, which may differ; their number may not.
 FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size"}
@@ -126,6 +135,8 @@ class Run:
         set_seed(train_args.seed, device_specific=True)  # each process drops out its own units
 
         optimizer = create_optimizer(model, train_args, self.accelerator.device)
+        self.flops_per_token = costs.flops_per_token(model)
+        self.learning_rates = [group["lr"] for group in optimizer.param_groups]  # the highest, of each group
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         checkpoints.without_wrapper(self.accelerator)
         if checkpoint is not None:
@@ -250,8 +261,8 @@ class Run:
         else:
             warmup = progress / args.warmup_steps if args.warmup_steps > 0 else 1.0
         ratio = learning_rate_ratio(progress, warmup, args.min_learning_rate_ratio)
-        for group in self.optimizer.param_groups:
-            group["lr"] = args.learning_rate * ratio
+        for group, highest in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
+            group["lr"] = highest * ratio
 
     def _agree(self, seconds: float, stop: int) -> tuple[float, int]:
         """The largest of all processes' values, so that they all stop after the same step."""
@@ -274,10 +285,11 @@ class Run:
             norm of the gradient before clipping.
         """
         size, passes = self.batch_size, self.passes
-        batches = []
+        batches, before = [], time.perf_counter()
         for number in range(passes):
             first = self.state.rows + (number * self.processes + self.rank) * size
             batches.append(self._batch(self.rows.take(first, size)))
+        self.input_seconds += time.perf_counter() - before
         # Every token counts alike, in whichever pass or process it is.
         targets = sum((batch["labels"] != IGNORED).sum() for batch in batches)
         if self.processes > 1:
@@ -461,6 +473,7 @@ class Run:
         stop = 0
         # A resumed run goes on with the sum over all processes, in one of them.
         loss_sum = torch.tensor(state.loss_sum if self.rank == 0 else 0.0, device=self.accelerator.device)
+        self.input_seconds = 0.0
         rate_step, rate_seconds = state.step, 0.0  # since the latest line of metrics, in steps alone
         with self._bar() as bar:
             while not stop and self._progress(state.step, state.seconds) < 1:
@@ -484,12 +497,15 @@ class Run:
                             "lr": self.optimizer.param_groups[0]["lr"],
                             "grad_norm": float(norm),
                             "tokens_per_second": round(rate, 1),
+                            "model_flops_per_second": round(rate * self.flops_per_token),
+                            "input_share": round(self.input_seconds / rate_seconds, 4),
+                            "peak_memory_bytes": costs.peak_memory(self.accelerator.device),
                             "elapsed": round(state.seconds, 3),
                         }
                     )
                     bar.set_postfix_str(f"step {state.step}, loss {value:.3f}, {rate:,.0f} tokens/s", refresh=False)
                     loss_sum.zero_()
-                    state.loss_steps, rate_step, rate_seconds = 0, state.step, 0.0
+                    state.loss_steps, rate_step, rate_seconds, self.input_seconds = 0, state.step, 0.0, 0.0
                 bar.update(min(self._bar_position(), bar.total) - bar.n)
                 if args.eval_steps and state.step % args.eval_steps == 0 and not finished:
                     self._show(self._validate())

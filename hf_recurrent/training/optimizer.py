@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 def create_optimizer(model: PreTrainedModel, args, device: torch.device) -> torch.optim.AdamW:
     """AdamW (arXiv 1711.05101) as `TrainArguments` describe it, with the model's own parameter groups."""
     return torch.optim.AdamW(
-        model.parameter_groups(args.learning_rate, args.weight_decay),
+        model.parameter_groups(args.learning_rate, args.weight_decay, args.recurrence_learning_rate),
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,

@@ -93,7 +93,11 @@ def test_the_default_corpus_from_end_to_end(tmp_path, capsys):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines if "validation_loss" in line] == [0, 3, 6]
-    assert set(lines[1]) == {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "elapsed"}
+    costs = {"tokens_per_second", "model_flops_per_second", "input_share", "peak_memory_bytes"}
+    assert set(lines[1]) == {"step", "tokens", "loss", "lr", "grad_norm", "elapsed"} | costs
+    assert 0 < lines[1]["input_share"] < 1 and lines[1]["peak_memory_bytes"] > 2**24
+    weights = 2 * (16 * 2 * 24 + 24 * 16 + 2 * 16 * 64) + 16 * 400
+    assert lines[1]["model_flops_per_second"] == pytest.approx(lines[1]["tokens_per_second"] * 6 * weights, rel=1e-3)
     assert lines[1]["tokens"] == 4 * 32
     assert abs(lines[0]["validation_loss"] - math.log(400)) < 0.2 and lines[-1]["validation_loss"] < math.log(400)
     assert lines[-1]["validation_perplexity"] == math.exp(lines[-1]["validation_loss"])
@@ -106,7 +110,7 @@ def test_the_default_corpus_from_end_to_end(tmp_path, capsys):
 
 
 def test_the_demo(tmp_path):
-    recipe = Path(__file__).parents[2] / "examples" / "demo.yaml"
+    recipe = Path(__file__).parents[2] / "examples" / "recipes" / "stdlib_mingru.yaml"
     folder = tmp_path / "demo"
     smaller = "--max-documents 20 --hidden-size 16 --batch-size 1 --max-minutes 0.01".split()
     assert cli.main(["train", str(recipe), *smaller, "--output-dir", str(folder)]) == 0

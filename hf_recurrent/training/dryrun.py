@@ -1,0 +1,167 @@
+"""`hf-recurrent train --dry-run`: what a recipe asks for, counted without its data and without training."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..messages import counted
+from .arguments import DataArguments, ModelArguments, TrainArguments
+from .model import check_folder, create_config
+from .report import table
+from .tokenizer import DEFAULT_VOCAB_SIZE, load_tokenizer
+
+# Tokenizers that recipes name, so that they can be counted where there is no network: tokens, and the last one's use.
+KNOWN_TOKENIZERS = {"openai-community/gpt2": 50257, "EleutherAI/gpt-neox-20b": 50277}
+BYTES = 257
+STATE_BYTES = 16  # of AdamW in float32, per parameter: the weight, its gradient, and two moments
+GIB = 2**30
+UNITS = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+@dataclass
+class TokenizerSize:
+    """As much of a tokenizer as a configuration asks for. The ids are of no consequence to a count."""
+
+    size: int
+    bos_token_id: int | None = 0
+    eos_token_id: int | None = 0
+    pad_token_id: int | None = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def tokenizer_size(args: DataArguments) -> TokenizerSize:
+    """The size of the tokenizer that the arguments ask for; a BPE's at most.
+
+    Raises:
+        ValueError: it is neither here nor known.
+    """
+    if args.tokenizer == "bytes":
+        return TokenizerSize(BYTES)
+    if args.tokenizer == "bpe":
+        return TokenizerSize(args.vocab_size or DEFAULT_VOCAB_SIZE)
+    if args.tokenizer in KNOWN_TOKENIZERS and not Path(args.tokenizer).exists():
+        return TokenizerSize(KNOWN_TOKENIZERS[args.tokenizer])
+    return TokenizerSize(len(load_tokenizer(args.tokenizer)))
+
+
+@dataclass
+class Counts:
+    """One forward pass of one process.
+
+    Args:
+        parameters: of the model, tied ones once.
+        flops: of its matrix products and convolutions, 2 for a multiplication and an addition.
+        activations: bytes that are kept for the backward pass.
+    """
+
+    parameters: int
+    flops: int
+    activations: int
+
+
+def count(model: PreTrainedModel, rows: int, length: int) -> Counts:
+    """Count on the meta device, where shapes are computed and nothing else.
+
+    Args:
+        model: on the meta device, in training mode.
+    """
+    kept: dict[int, int] = {}
+    alive = []  # so that no address is counted for two tensors
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        alive.append(storage)
+        return x
+
+    ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = model(ids, labels=ids, use_cache=False).loss
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    del loss
+    activations = sum(size for storage, size in kept.items() if storage not in weights)
+    return Counts(parameters, counter.get_total_flops(), activations)
+
+
+def matrix_rate(seconds: float = 0.3) -> float:
+    """FLOP/s of float32 matrix products on this machine's fastest device, over about so many seconds."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 4096 if device == "cuda" else 768
+    a, b = torch.rand(2, size, size, device=device)
+    a @ b
+    done, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        done += 1
+    return done * 2 * size**3 / (time.perf_counter() - start)
+
+
+def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: TrainArguments) -> dict:
+    """Print what a run of these arguments would be. Nothing is read, written or downloaded but a model or tokenizer
+    in a folder that the arguments name.
+
+    Returns:
+        `parameters`, `tokens_per_step`, `flops_per_step`, `activation_bytes`, `state_bytes`, and where the arguments
+        tell the number of steps, `steps` and `seconds`: the least that the matrix products take here.
+
+    Raises:
+        ValueError: arguments that `train` would refuse before it looks at the data.
+    """
+    batch_size, passes = train_args.passes(1)
+    if model_args.model is None:
+        config = create_config(model_args, tokenizer_size(data_args))
+    else:
+        config = check_folder(model_args.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).train()
+    counts = count(model, batch_size, data_args.sequence_length)
+    if train_args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        counts.activations = count(model, batch_size, data_args.sequence_length).activations
+    # Backward, each matrix product is two; with checkpointing the forward pass is done twice.
+    flops = counts.flops * passes * (4 if train_args.gradient_checkpointing else 3)
+    tokens = batch_size * passes * data_args.sequence_length
+    state = counts.parameters * STATE_BYTES
+    rate = matrix_rate()
+    result = {
+        "parameters": counts.parameters,
+        "tokens_per_step": tokens,
+        "flops_per_step": flops,
+        "activation_bytes": counts.activations,
+        "state_bytes": state,
+    }
+    rows = [
+        ("model", f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}"),
+        ("vocabulary", counted(config.vocab_size, "token")),
+        ("parameters", f"{counts.parameters:,}"),
+        ("step, on one process", f"{passes} x {batch_size} rows of {data_args.sequence_length} = {tokens:,} tokens"),
+        ("matrix products per step", f"{flops:.3g} FLOP"),
+        ("weights, gradients, AdamW", f"{state / GIB:.2f} GiB"),
+        ("activations of one pass, in float32", f"{counts.activations / GIB:.2f} GiB"),
+        ("this machine", f"{rate / 1e9:,.0f} GFLOP/s in float32"),
+    ]
+    if train_args.max_steps is not None:
+        result["steps"], result["seconds"] = train_args.max_steps, train_args.max_steps * flops / rate
+        rows.append(("steps", f"{train_args.max_steps:,}, {train_args.max_steps * tokens:,} tokens"))
+        rows.append(("time of the matrix products here", duration(result["seconds"])))
+    else:
+        rows.append(("time of the matrix products here", f"{duration(flops / rate)} per step"))
+    if train_args.max_minutes is not None:
+        rows.append(("at most", duration(60 * train_args.max_minutes)))
+    print(table(rows))
+    return result
+
+
+def duration(seconds: float) -> str:
+    """0.25 s, 12 min, 3.4 h, 250 days."""
+    unit, size = next(((unit, size) for unit, size in UNITS if seconds >= size), UNITS[-1])
+    return f"{seconds / size:,.2g} {unit}" if seconds < 100 * size else f"{seconds / size:,.0f} {unit}"

@@ -1,0 +1,92 @@
+"""Every recipe of examples/recipes, as `--dry-run` sees it: without data, without network, without training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_recurrent
+from hf_recurrent import cli
+from hf_recurrent.training import arguments
+from hf_recurrent.training.dryrun import count, dry_run, duration
+
+RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
+# Parameters: of the papers, as far as they are told.
+MILLIONS = {"openwebtext_longhorn_125m": 125, "openwebtext_longhorn_350m": 350, "slimpajama_longhorn_1.3b": 1300}
+MILLIONS |= {"wikitext103_gateloop_125m": 125}
+
+
+def test_all_are_there():
+    names = {f"shakespeare_char_{config.model_type}" for config in hf_recurrent.FAMILIES}
+    assert {recipe.stem for recipe in RECIPES} == names | set(MILLIONS) | {"stdlib_mingru"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_is_valid(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    parsed = arguments.parse([str(recipe), "--dry-run"])
+    result = dry_run(*parsed)
+    out = capsys.readouterr().out
+    assert f"{result['parameters']:,}" in out and "GiB" in out and "time of the matrix products" in out
+    assert not list(tmp_path.iterdir())
+    assert recipe.stem in recipe.read_text() and parsed[2].output_dir in (f"runs/{recipe.stem}", "runs/demo")
+    if recipe.stem in MILLIONS:
+        assert result["parameters"] == pytest.approx(MILLIONS[recipe.stem] * 1e6, rel=0.12)
+
+
+def test_counts_by_hand():
+    config = hf_recurrent.MinGRUConfig(
+        vocab_size=11, hidden_size=8, num_hidden_layers=2, expansion=1, conv_kernel=0, mlp_ratio=2
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counts = count(model, 3, 5)
+    matrices = 2 * (8 * 16 + 8 * 16 + 16 * 8) + 8 * 11
+    assert counts.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert counts.flops == 2 * matrices * 3 * 5
+    assert 3 * 5 * 11 * 4 < counts.activations < 2**16
+    model.gradient_checkpointing_enable()
+    assert count(model.train(), 3, 5).activations < counts.activations
+
+
+def test_checkpointing_keeps_less_for_more_products(capsys):
+    flags = "--tokenizer bytes --dry-run --max-steps 10 --hidden-size 32 --sequence-length 64".split()
+    plain = dry_run(*arguments.parse(flags))
+    checkpointed = dry_run(*arguments.parse([*flags, "--gradient-checkpointing"]))
+    assert checkpointed["activation_bytes"] < 0.6 * plain["activation_bytes"]
+    assert checkpointed["flops_per_step"] * 3 == plain["flops_per_step"] * 4
+    assert plain["steps"] == 10 and plain["tokens_per_step"] == 16 * 64 and plain["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model-type", "mingrru"], "no such family; the nearest valid one is mingru"),
+        (["--conv-kernel", "1"], "--conv-kernel: expected 0 (no convolution) or at least 2 taps, got 1"),
+        (["--tokenizer", "./nowhere"], "--tokenizer ./nowhere: no such folder"),
+        (["--total-batch-size", "4", "--gradient-accumulation-steps", "2"], "cannot both be given"),
+    ],
+)
+def test_what_is_refused(flags, message, capsys):
+    assert cli.main(["train", "--dry-run", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_durations():
+    assert [duration(s) for s in (0.031, 59, 90, 4000, 250 * 86400)] == [
+        "0.031 s",
+        "59 s",
+        "1.5 min",
+        "1.1 h",
+        "250 days",
+    ]
+
+
+def test_the_recurrence_has_its_own_learning_rate(tmp_path):
+    from hf_recurrent.training.optimizer import create_optimizer
+
+    config = hf_recurrent.GateLoopConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1)
+    _, _, train = arguments.parse(["--learning-rate", "0.2", "--recurrence-learning-rate", "0.1"])
+    optimizer = create_optimizer(AutoModelForCausalLM.from_config(config), train, torch.device("cpu"))
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1, 0.2}
