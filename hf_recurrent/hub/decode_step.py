@@ -1,0 +1,85 @@
+"""One step of decoding as a program of its own: a token and the states in, logits and the new states out."""
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from ..modeling import RecurrentCache
+from ..modeling.model import RecurrentForCausalLM
+from ..scan import ops
+from ..scan.longhorn import _loop
+from ..scan.reference import linear_scan_loop
+
+CELLS = {
+    cell.name: cell
+    for cell in (ops.LINEAR, ops.MINGRU_VANILLA, ops.MINGRU_POSITIVE, ops.MINLSTM_VANILLA, ops.MINLSTM_POSITIVE)
+}
+
+
+class DecodeStep(nn.Module):
+    """
+    Reads one token per row. `names` are (layer, state) of the tensors that hold the states, in their order, and
+    `initial_states` those before the first token.
+
+    Args:
+        model: a language model.
+        batch_size: rows.
+    """
+
+    def __init__(self, model: RecurrentForCausalLM, batch_size: int = 1):
+        super().__init__()
+        self.model = model.eval()
+        with torch.no_grad():
+            token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
+            layers = model(token, use_cache=True).past_key_values.layers
+        self.names = [(index, name) for index, layer in enumerate(layers) for name in sorted(layer.states)]
+        # A state of zeros is what a layer without one starts from.
+        self.initial_states = [torch.zeros_like(layers[index].states[name]) for index, name in self.names]
+
+    def forward(self, input_ids: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """input_ids, (B, 1), and the states -> logits of the next token, (B, vocab_size), and the states after it."""
+        cache = RecurrentCache(self.model.config)
+        for (index, name), state in zip(self.names, states, strict=True):
+            cache.layers[index].states[name] = state
+        cache.seen_tokens = 1  # whatever the number: it is not 0, so there are states
+        out = self.model(input_ids, past_key_values=cache, use_cache=True)
+        layers = out.past_key_values.layers
+        return out.logits[:, -1], [layers[index].states[name] for index, name in self.names]
+
+
+# The two operators, at one position without padding, by the loop that defines them: unlike the chunked form it writes
+# into nothing, which a program may not.
+
+
+def _scan(cell, inputs, initial_state, flags, reverse, backend):
+    a, b = CELLS[cell].coefficients(*inputs)
+    h, state = linear_scan_loop(a, b, initial_state, None, None, reverse)
+    return h.to(inputs[-1].dtype), state
+
+
+def _longhorn(x, dt, k, q, initial_state, flags, reverse, backend):
+    o, state = _loop(x, dt, k, q, initial_state, None, None, reverse)
+    return o.to(x.dtype), state
+
+
+def export_decode_step(model: RecurrentForCausalLM, batch_size: int = 1) -> ExportedProgram:
+    """
+    `DecodeStep` by torch.export, in PyTorch's own operators alone: `torch.export.save` writes it to a file that runs
+    where this package is not installed. The number of rows is fixed.
+
+    Returns:
+        The program; `program.module()(input_ids, states)` is what `DecodeStep` computes, but for rounding.
+
+    Raises:
+        ValueError: the model calls an operator that has no form in plain PyTorch.
+    """
+    step = DecodeStep(model, batch_size)
+    token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        program = torch.export.export(step, (token, step.initial_states))
+        own = {torch.ops.hf_recurrent.scan.default: _scan, torch.ops.hf_recurrent.longhorn.default: _longhorn}
+        program = program.run_decompositions(own)
+    left = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("hf_recurrent")}
+    if left:
+        raise ValueError(f"the model calls {', '.join(sorted(left))}, which has no form in plain PyTorch")
+    return program

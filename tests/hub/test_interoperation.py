@@ -1,0 +1,102 @@
+"""Other people's formats and tools: safetensors' metadata, bfloat16, torch.export."""
+
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+import hf_recurrent
+from hf_recurrent.hub.decode_step import DecodeStep, export_decode_step
+from hf_recurrent.hub.staging import load, stage
+
+TINY = {"vocab_size": 61, "hidden_size": 12, "num_hidden_layers": 2, "initializer_range": 0.4}
+FAMILIES = {
+    "gateloop": hf_recurrent.GateLoopConfig(**TINY, conv_kernel=3),
+    "longhorn": hf_recurrent.LonghornConfig(**TINY, state_size=4),
+    "mingru": hf_recurrent.MinGRUConfig(**TINY),
+    "minlstm": hf_recurrent.MinLSTMConfig(**TINY, candidate="vanilla"),
+    "s5": hf_recurrent.S5Config(**TINY, state_size=8, num_blocks=2, conv_kernel=3),
+}
+each_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def small(name: str, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(FAMILIES[name]).to(dtype).eval()
+
+
+@each_family
+def test_bfloat16_and_metadata_of_the_files(name, tmp_path):
+    model = small(name, torch.bfloat16)
+    stage(model, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+        assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.bfloat16}  # noqa: SIM118  (not a dict)
+    back = load(tmp_path).eval()
+    assert back.dtype == torch.bfloat16
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=0, atol=0)
+
+
+@each_family
+def test_a_decode_step_as_a_program(name, tmp_path):
+    """Saved, loaded, and run over a text: the logits and the states of the model that reads it at once."""
+    model = small(name)
+    torch.export.save(export_decode_step(model, batch_size=2), tmp_path / "step.pt2")
+    program = torch.export.load(tmp_path / "step.pt2")
+    assert all("hf_recurrent" not in str(node.target) for node in program.graph.nodes if node.op == "call_function")
+    step, wrapper = program.module(), DecodeStep(model, batch_size=2)
+    ids = torch.randint(1, 61, (2, 7), generator=torch.Generator().manual_seed(0))
+    states = wrapper.initial_states
+    with torch.no_grad():
+        expected = model(ids, use_cache=True)
+        for place in range(7):
+            logits, states = step(ids[:, place : place + 1], states)
+            torch.testing.assert_close(logits, expected.logits[:, place], rtol=1e-4, atol=1e-5)
+    for (index, key), state in zip(wrapper.names, states, strict=True):
+        torch.testing.assert_close(state, expected.past_key_values.layers[index].states[key], rtol=1e-4, atol=1e-5)
+
+
+def test_a_decode_step_runs_without_this_package(tmp_path):
+    model = small("longhorn")
+    torch.export.save(export_decode_step(model), tmp_path / "step.pt2")
+    torch.save(DecodeStep(model).initial_states, tmp_path / "states.pt")
+    program = (
+        f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r}); import torch\n"
+        "states = torch.load('states.pt', weights_only=True)\n"
+        "logits, _ = torch.export.load('step.pt2').module()(torch.tensor([[5]]), states)\n"
+        "assert not [name for name in sys.modules if name.startswith('hf_recurrent')]\n"
+        "torch.save(logits, 'logits.pt')\n"
+    )
+    command = [sys.executable, "-I", "-S", "-W", "ignore", "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    logits = torch.load(tmp_path / "logits.pt", weights_only=True)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(torch.tensor([[5]])).logits[:, -1], rtol=1e-5, atol=1e-5)
+
+
+@each_family
+def test_int8_weights_of_torchao(name, tmp_path):
+    """On the CPU: near the model's own logits, and the same again from a file."""
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    from transformers import TorchAoConfig
+
+    model = small(name)
+    model.save_pretrained(tmp_path / "full")
+    settings = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    narrow = AutoModelForCausalLM.from_pretrained(tmp_path / "full", quantization_config=settings)
+    assert "Int8Tensor" in {type(parameter).__name__ for parameter in narrow.parameters()}
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        logits, full = narrow(ids).logits, model(ids).logits
+    assert (logits - full).norm() < 0.05 * full.norm()
+    narrow.save_pretrained(tmp_path / "narrow")
+    with torch.no_grad():
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow")(ids).logits
+    torch.testing.assert_close(back, logits, rtol=0, atol=0)
