@@ -16,7 +16,7 @@ from hf_recurrent.hub.staging import load, stage
 TINY = {"vocab_size": 61, "hidden_size": 12, "num_hidden_layers": 2, "initializer_range": 0.4}
 FAMILIES = {
     "gateloop": hf_recurrent.GateLoopConfig(**TINY, conv_kernel=3),
-    "longhorn": hf_recurrent.LonghornConfig(**TINY, state_size=4),
+    "longhorn": hf_recurrent.LonghornConfig(**TINY, state_size=4, dt_rank=2),  # torchao has no place for one column
     "mingru": hf_recurrent.MinGRUConfig(**TINY),
     "minlstm": hf_recurrent.MinLSTMConfig(**TINY, candidate="vanilla"),
     "s5": hf_recurrent.S5Config(**TINY, state_size=8, num_blocks=2, conv_kernel=3),
