@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_recurrent
 
-from ..files import UNFINISHED, existing, saving, sync_tree
+from ..files import UNFINISHED, existing, replacing_folder, saving
 from ..training.model import check_folder, load_model
 from .code import auto_map, module_name, shim, standalone, standalone_image_processor
 
@@ -116,22 +115,9 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
         OSError: it cannot be written.
     """
     check_destination(path, overwrite)
-    parent = path.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as temporary:
-        new, old = Path(temporary, "new"), Path(temporary, "old")
-        new.mkdir()
-        yield new
-        with saving(path):
-            sync_tree(new)
-            if path.exists():
-                os.rename(path, old)
-            try:
-                os.rename(new, path)
-            except OSError:
-                if old.exists():
-                    os.rename(old, path)
-                raise
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with replacing_folder(path) as folder:
+        yield folder
 
 
 def check_destination(path: Path, overwrite: bool) -> None:
