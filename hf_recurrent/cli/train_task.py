@@ -22,11 +22,11 @@ examples:
     )
     add = parser.add_argument
     add("--task", required=True, metavar="NAME", help="one of those above")
-    add("--task-args", default="", metavar="KEY=VALUE,...", help="sizes of the task (default: the paper's)")
+    add("--task-args", metavar="KEY=VALUE,...", help="sizes of the task (default: the paper's)")
     add("--model-type", default="mingru", metavar="NAME", help="mingru, minlstm, longhorn, gateloop or s5")
     add("--hidden-size", type=number(int, 1), default=64, metavar="N", help="width")
     add("--num-hidden-layers", type=number(int, 1), default=2, metavar="N", help="layers")
-    add("--config-overrides", default="", metavar="KEY=VALUE,...", help="other fields of the family's configuration")
+    add("--config-overrides", metavar="KEY=VALUE,...", help="other fields of the family's configuration")
     add("--max-steps", type=number(int, 1), default=1000, metavar="N", help="steps")
     add("--batch-size", type=number(int, 1), default=64, metavar="N", help="examples of a step")
     add("--learning-rate", type=number(float, 0), default=3e-3, metavar="X", help="of AdamW")
@@ -50,12 +50,14 @@ def run(argv: list[str]) -> int:
 
     no_bars_for_files()
     config = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers}
-    overrides = parse_overrides(args.config_overrides)
+    overrides = parse_overrides(args.config_overrides or "")
     for name in overrides.keys() & config.keys():
         raise CommandLineError(f"--config-overrides: {name} has a flag of its own")
     names = ("task", "model_type", "max_steps", "batch_size", "learning_rate", "weight_decay", "eval_examples", "seed")
     fields = {name: getattr(args, name) for name in names}
-    training = TaskTraining(sizes=parse_overrides(args.task_args, "--task-args"), config=config | overrides, **fields)
+    training = TaskTraining(
+        sizes=parse_overrides(args.task_args or "", "--task-args"), config=config | overrides, **fields
+    )
     output = None if args.output_dir is None else Path(args.output_dir)
     if output is not None:
         if (output / "task.json").exists() and not args.overwrite:

@@ -20,8 +20,8 @@ from lm_eval.utils import handle_non_serializable
 
 from .. import __version__
 from ..files import write_whole
+from ..hub import access
 from ..messages import first_line, nearest
-from ..training import hub
 from .lm import RecurrentLM
 
 TASKS = Path(__file__).with_name("lm_tasks")  # those of this package
@@ -88,7 +88,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Task | Group]
     """
     paths = [str((config or {}).get("dataset_path", "json")) for config in _leaves(manager, names)]
     if any(path not in FILE_FORMATS and not Path(path).exists() for path in paths):
-        hub.why_unreachable()
+        access.why_unreachable()
     try:
         loaded = manager.load(list(names))
     except Exception as error:  # datasets, the Hub and lm-eval raise their own
@@ -120,9 +120,8 @@ def _why_not_loaded(error: Exception) -> str:
         Path(datasets.config.HF_DATASETS_CACHE, path.replace("/", "___")),
         Path(constants.HF_HUB_CACHE, f"datasets--{path.replace('/', '--')}"),
     )
-    return (
-        f"{what}: its dataset {path} cannot be loaded: {hub.reason(error, path)}; looked for {looked[0]}, {looked[1]}"
-    )
+    reason = access.reason(error, path)
+    return f"{what}: its dataset {path} cannot be loaded: {reason}; looked for {looked[0]}, {looked[1]}"
 
 
 def fingerprint(lm: RecurrentLM) -> str:

@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_tracing
 
-from ..scan import split
+from ..scan.split import carried_inputs
 from .configuration import RecurrentConfig
 
 State = dict[str, Tensor]
@@ -100,9 +100,7 @@ class ShortConvolution(nn.Conv1d):
             y, (B, L, D), and the new state, (B, k - 1, D).
         """
         length, (taps_back, channels) = x.shape[1], self.state_shape
-        group = split.current_group()
-        if group is not None:
-            state = split.last_inputs(group, self._last_inputs(x, mask, reset), mask, reset)
+        state = carried_inputs(state, lambda: self._last_inputs(x, mask, reset), mask, reset)
         if state is None:
             state = x.new_zeros(len(x), taps_back, channels)
         inputs = torch.cat([state.to(x.dtype), x], dim=1)  # (B, k - 1 + L, D)

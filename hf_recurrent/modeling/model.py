@@ -19,7 +19,7 @@ from transformers.utils import can_return_tuple, is_tracing
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..scan import split
+from ..scan.split import document_borders
 from .cache import RecurrentCache, StaticRecurrentCache, recorded_calls
 from .configuration import RecurrentConfig
 from .layers import RecurrentBlock, RMSNorm, ShortConvolution
@@ -423,10 +423,9 @@ class RecurrentModel(RecurrentPreTrainedModel):
         reset = document_starts(position_ids, seq_idx, cu_seq_lens_q, mask, batch, length, carries_state)
         if self.context_group is not None:
             self._refuse_in_split_context(past_key_values, cu_seq_lens_q, mixer_kwargs.get("output_attentions"))
-            shortest = max(self.config.conv_kernel - 1, 1)
-            mask, reset = split.document_borders(
-                self.context_group, position_ids, seq_idx, mask, reset, inputs_embeds, shortest
-            )
+        mask, reset = document_borders(
+            self.context_group, position_ids, seq_idx, mask, reset, inputs_embeds, max(self.config.conv_kernel - 1, 1)
+        )
 
         hidden_states = self.dropout(inputs_embeds)
         if self.config.residual_in_fp32:

@@ -302,6 +302,14 @@ def check_updatable(state: Tensor | None, dtype: torch.dtype, inputs: list[Tenso
             raise ValueError("initial_state shares memory with an input, and cannot be updated in place")
 
 
+def started(a: Tensor, b: Tensor, mask: Tensor | None, reset: Tensor, reset_state: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficients and inputs, in the state's dtype, with which documents start from `reset_state`, (D,) or (B, D)."""
+    drop = (reset if mask is None else reset & mask)[..., None]
+    start = reset_state.to(b.dtype) if reset_state.dim() == 1 else reset_state.to(b.dtype)[:, None]
+    # Where no document starts a may be anything, which a product with 0 would let into the gradients.
+    return a, b + torch.where(drop, a, 0) * start
+
+
 def scan(
     cell: Cell,
     inputs: dict[str, Tensor],
@@ -348,13 +356,10 @@ def scan(
     if reset_state is not None:
         check_reset_state(reset_state, ((channels,), (batch, channels)), last, reverse, state_dtype.is_complex)
         if reset is not None:
-            drop = (reset if mask is None else reset & mask)[..., None]
-            a, b = (x.to(state_dtype) for x in cell.coefficients(*tensors))
-            # Where no document starts a may be anything, which a product with 0 would let into the gradients.
-            start = reset_state.to(state_dtype) if reset_state.dim() == 1 else reset_state.to(state_dtype)[:, None]
+            a, b = started(*(x.to(state_dtype) for x in cell.coefficients(*tensors)), mask, reset, reset_state)
             h, final_state = scan(
                 LINEAR,
-                {"a": a, "b": b + torch.where(drop, a, 0) * start},
+                {"a": a, "b": b},
                 given_state,
                 mask,
                 reset,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import chunked
 from .elementwise import _gate, _skip_gelu
-from .longhorn import _plain_forward
-from .ops import _mingru, _minlstm, step_flags
+from .longhorn import _plain_forward, _with_starts
+from .ops import _mingru, _minlstm, started, step_flags
 from .reference import STATE_DTYPES
 
 
@@ -25,6 +25,7 @@ def linear_scan(
     mask: Tensor | None = None,
     reset: Tensor | None = None,
     reverse: bool = False,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h_t = a_t h_{t-1} + b_t over time, elementwise over channels.
 
@@ -35,19 +36,25 @@ def linear_scan(
         mask: (B, L) bool. False is padding: the state passes it untouched.
         reset: (B, L) bool. True is the first token of a document: the state before it is dropped.
         reverse: from the last position to the first, h_t = a_t h_{t+1} + b_t.
+        reset_state: the state that documents start from, (D,) or (B, D); zero when absent.
 
     Returns:
         h, (B, L, D), and the final state, (B, D), in float32 or complex64 for narrower inputs.
     """
-    return _chunked_scan(torch.promote_types(a.dtype, b.dtype), a, b, initial_state, mask, reset, reverse)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return _chunked_scan(dtype, a, b, initial_state, mask, reset, reset_state, reverse)
 
 
-def _chunked_scan(dtype: torch.dtype, a, b, initial_state, mask, reset, reverse: bool) -> tuple[Tensor, Tensor]:
+def _chunked_scan(
+    dtype: torch.dtype, a, b, initial_state, mask, reset, reset_state, reverse: bool = False
+) -> tuple[Tensor, Tensor]:
     """The scan, with h in `dtype`, which the inputs of a cell had before its coefficients were computed."""
     wide = torch.promote_types(a.dtype, b.dtype)
     a, b = (x.to(wide)[(None,) * (3 - x.dim())] for x in (a, b))
     if initial_state is not None:
         initial_state = initial_state.to(STATE_DTYPES[wide])
+    if reset is not None and reset_state is not None:
+        a, b = started(a.to(STATE_DTYPES[wide]), b.to(STATE_DTYPES[wide]), mask, reset, reset_state)
     h, state = chunked.forward(a, b, initial_state, step_flags(mask, reset, reverse), reverse)
     return h.to(dtype), state
 
@@ -60,11 +67,13 @@ def mingru_scan(
     positive: bool = False,
     mask: Tensor | None = None,
     reset: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h_t = (1 - z_t) h_{t-1} + z_t c_t (arXiv 2410.01201, section 3.1) with z = sigmoid(gate) and the candidate
     c = hidden, or with `positive` g(hidden) of appendix B; (B, L, D) each, the rest as for `linear_scan`."""
     a, b = _mingru(hidden, gate, positive)
-    return _chunked_scan(torch.promote_types(hidden.dtype, gate.dtype), a, b, initial_state, mask, reset, False)
+    dtype = torch.promote_types(hidden.dtype, gate.dtype)
+    return _chunked_scan(dtype, a, b, initial_state, mask, reset, reset_state)
 
 
 def minlstm_scan(
@@ -76,12 +85,13 @@ def minlstm_scan(
     positive: bool = False,
     mask: Tensor | None = None,
     reset: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h_t = f' h_{t-1} + i' c_t with the gates f = sigmoid(forget), i = sigmoid(input) normalised to f' = f / (f + i),
     i' = i / (f + i) (arXiv 2410.01201, section 3.2); the candidate c and the rest as for `mingru_scan`."""
     a, b = _minlstm(hidden, forget, input, positive)
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (hidden, forget, input)))
-    return _chunked_scan(dtype, a, b, initial_state, mask, reset, False)
+    return _chunked_scan(dtype, a, b, initial_state, mask, reset, reset_state)
 
 
 def longhorn_scan(
@@ -94,6 +104,7 @@ def longhorn_scan(
     mask: Tensor | None = None,
     reset: Tensor | None = None,
     reverse: bool = False,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Longhorn's recurrence and readout (arXiv 2407.14207, section 3.2):
 
@@ -107,7 +118,21 @@ def longhorn_scan(
     x, dt, k, q = (tensor.to(dtype) for tensor in (x, dt, k, q))
     if initial_state is not None:
         initial_state = initial_state.to(STATE_DTYPES[dtype])
-    return _plain_forward(x, dt, k, q, initial_state, step_flags(mask, reset, reverse), reverse)
+    if reset is None or reset_state is None:
+        return _plain_forward(x, dt, k, q, initial_state, step_flags(mask, reset, reverse), reverse)
+    inputs, mask, reset, places = _with_starts(x, dt, k, q, mask, reset, reset_state)
+    o, state = _plain_forward(*inputs, initial_state, step_flags(mask, reset, reverse), reverse)
+    return o.gather(1, places[..., None].expand_as(x)).to(dtype), state
+
+
+def carried_inputs(state: Tensor | None, own, mask: Tensor | None, reset: Tensor | None) -> Tensor | None:
+    """What a convolution reads before its inputs: an exported model has whole sequences."""
+    return state
+
+
+def document_borders(group: None, position_ids, seq_idx, mask, reset, like, shortest: int) -> tuple:
+    """mask and reset: an exported model has whole sequences."""
+    return mask, reset
 
 
 def skip_gelu(x: Tensor, skipped: Tensor, d: Tensor, scale: Tensor | None = None) -> Tensor:

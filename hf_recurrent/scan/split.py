@@ -179,6 +179,14 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(parts)
 
 
+def carried_inputs(
+    state: Tensor | None, own: Callable[[], Tensor], mask: Tensor | None, reset: Tensor | None
+) -> Tensor | None:
+    """What a convolution reads before these inputs: `state`, or in a split sequence `last_inputs` of `own()`."""
+    group = current_group()
+    return state if group is None else last_inputs(group, own(), mask, reset)
+
+
 def last_inputs(group: dist.ProcessGroup, own: Tensor, mask: Tensor | None, reset: Tensor | None) -> Tensor:
     """The inputs before this rank's part that a convolution reaches.
 
@@ -210,7 +218,7 @@ def last_inputs(group: dist.ProcessGroup, own: Tensor, mask: Tensor | None, rese
 
 
 def document_borders(
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     position_ids: Tensor | None,
     seq_idx: Tensor | None,
     mask: Tensor | None,
@@ -221,6 +229,7 @@ def document_borders(
     """mask and reset of this rank's part, told of what lies before it.
 
     Args:
+        group: None where the sequence is not split; nothing changes then.
         starts: (B, L) bool, where documents begin by this part alone.
         like: (B, L, ...), on the device of the inputs.
         shortest: a part of fewer tokens on any rank gives all of them a mask.
@@ -229,6 +238,8 @@ def document_borders(
         mask, None on all ranks or on none, and reset, which marks the first real token too where it begins a document
         and there is a real token on an earlier rank.
     """
+    if group is None:
+        return mask, starts
     batch, length = like.shape[:2]
     real = torch.ones(batch, length, dtype=torch.bool, device=like.device) if mask is None else mask
     columns = torch.arange(length, device=like.device)

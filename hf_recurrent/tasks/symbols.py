@@ -88,8 +88,8 @@ def memory_horizon(
 
     Each token is a number x below `numbers`, or with the probability `reset` the reset token, whose id is `numbers`.
     With x_0 ... x_(n-1) the numbers since the last reset, the label at every column is the alternating sum of the
-    products of opposite ones, sum over i < ceil(n / 2) of (-1)^i x_i x_(n-1-i), modulo `modulo`; 0 at a reset. That each
-    pair counts once is our reading of the paper, which says it in words.
+    products of opposite ones, sum over i < ceil(n / 2) of (-1)^i x_i x_(n-1-i), modulo `modulo`; 0 at a reset. That
+    each pair counts once is our reading of the paper, which says it in words.
 
     Raises:
         ValueError: a probability outside [0, 1]; fewer than two numbers, or a modulo below 2.

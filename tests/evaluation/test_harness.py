@@ -161,7 +161,7 @@ def test_what_is_not_there(folder, tasks, tmp_path, capsys, monkeypatch):
     (tasks / "e.yaml").write_text(empty + "target_delimiter: ''\n")
     assert "task e_causative: a choice is empty" in error("--tasks", "e_causative", "--limit", "3")
 
-    monkeypatch.setattr("hf_recurrent.training.hub.why_unreachable", lambda: "no network")
+    monkeypatch.setattr("hf_recurrent.hub.access.why_unreachable", lambda: "no network")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     far = yaml.safe_load(empty) | {"task": "far", "dataset_path": "some/data", "dataset_kwargs": {}}
