@@ -66,11 +66,12 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """A temporary folder that takes the name `path`, in place of an earlier folder of that name, when the block ends
-    without an error.
+    without an error. A link stays, and the folder that it leads to is replaced.
 
     Raises:
         OSError: it cannot be written; an earlier folder of that name is untouched.
     """
+    path = path.resolve()  # "." has no name, and once it is moved away, no relative path leads anywhere
     with saving(path):
         holder = tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent)
     with holder:

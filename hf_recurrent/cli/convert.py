@@ -1,6 +1,6 @@
 """`hf-recurrent convert`: checkpoints of the papers' own codes to ours and back."""
 
-from .parser import Parser, no_bars_for_files, number
+from .parser import Parser, add_shard_size, no_bars_for_files, number
 
 OPTIONS = {  # Format.options, which cannot be imported for the help's sake: it would take seconds
     "activation": "S5: what follows the SSM, half_glu1 or half_glu2",
@@ -48,7 +48,7 @@ examples:
     add("--tokenizer", metavar="NAME", help="to save with the model: bytes, a folder, or a name on the Hub")
     add("--dtype", metavar="DTYPE", help="float32, float64, float16 or bfloat16 (default: the checkpoint's)")
     add("--overwrite", action="store_true", help="replace what DEST holds, once the new one is whole")
-    add("--max-shard-size", default="5GB", metavar="SIZE", help="of one safetensors file")
+    add_shard_size(parser)
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, metavar="N", help="of what a warm start initialises")
     add("--assume-defaults", action="store_true", help="take the original's defaults for what it does not say")
     group = parser.add_argument_group("what a checkpoint does not say (asked for where it matters)")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .parser import Parser, add_shard_size, no_bars_for_files
+from .parser import CommandLineError, Parser, add_shard_size, no_bars_for_files
 
 
 def _parser() -> Parser:
@@ -35,6 +35,9 @@ def run(argv: list[str]) -> int:
 
     from ..hub.staging import check_destination, load, new_folder, stage
 
+    here, there = Path(args.folder).resolve(), output.resolve()
+    if here == there or there in here.parents or here in there.parents:
+        raise CommandLineError(f"OUT {output}: must lie apart from DIR {args.folder}")
     check_destination(output, args.overwrite)
     no_bars_for_files()
     model = load(args.folder)

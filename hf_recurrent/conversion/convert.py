@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .. import modeling
-from ..files import existing
 from ..messages import nearest
 from .checkpoint import Refused
 from .common import DTYPES, Report
@@ -82,7 +81,7 @@ def convert(
 
 def _is_ours(source: Path) -> bool:
     file = source / "config.json"
-    return file.is_file() and read_json(file).get("model_type") in {c.model_type for c in modeling.FAMILIES}
+    return file.is_file() and read_json(file).get("model_type") in [c.model_type for c in modeling.FAMILIES]
 
 
 def _check_dest(source: Path, dest: Path, suffixes: tuple[str, ...], overwrite: bool) -> None:
@@ -103,4 +102,4 @@ def _check_dest(source: Path, dest: Path, suffixes: tuple[str, ...], overwrite: 
         if not overwrite and (suffixes or any(dest.iterdir())):
             raise Refused(f"DEST {dest}: exists: replace it by --overwrite, or choose another name")
     if not dest.parent.is_dir():
-        raise Refused(f"DEST {dest}: there is no folder {existing(dest)}/{dest.parent.relative_to(existing(dest))}")
+        raise Refused(f"DEST {dest}: there is no folder {dest.parent}")

@@ -82,9 +82,9 @@ class Longhorn(Format):
             dt_rank=rank,
             use_bias=sizes["bias"],
             use_conv_bias=sizes["conv_bias"],
-            residual_in_fp32=bool(theirs.get("residual_in_fp32", True)),
+            residual_in_fp32=theirs.get("residual_in_fp32", True),
             norm_eps=EPS,
-            tie_word_embeddings=bool(is_tied),
+            tie_word_embeddings=is_tied,
             converted_from={"format": self.name, "config": theirs},
         )
         return self.target(config, LonghornForCausalLM)
@@ -110,6 +110,8 @@ class Longhorn(Format):
             padded == vocab or "vocab_size" not in theirs,
             f"{path}: its config says vocab_size = {size}, padded {padded}, its embedding has {vocab} rows",
         )
+        for name in ("tie_embeddings", "residual_in_fp32"):
+            needed(isinstance(theirs.get(name, True), bool), f"{path}: its config says {name} = {theirs.get(name)!r}")
         needed(theirs.get("rms_norm", True) is True, f"{path}: its norms are LayerNorms (rms_norm), ours are RMSNorms")
         for name in ("d_intermediate", "attn_layer_idx"):
             needed(not theirs.get(name), f"{path}: its config says {name} = {theirs.get(name)!r}, which ours has not")

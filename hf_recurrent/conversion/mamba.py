@@ -48,9 +48,9 @@ class Mamba(Format):
             dt_rank=shape(f"{mixer}.dt_proj.weight", 2)[1],
             use_bias=f"{mixer}.in_proj.bias" in checkpoint,
             use_conv_bias=f"{mixer}.conv1d.bias" in checkpoint,
-            residual_in_fp32=bool(theirs.get("residual_in_fp32", True)),
+            residual_in_fp32=theirs.get("residual_in_fp32", True),
             norm_eps=theirs.get("layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=bool(is_tied),
+            tie_word_embeddings=is_tied,
             **{name: theirs[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in theirs},
         )
         if config.tie_word_embeddings:

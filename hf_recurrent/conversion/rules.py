@@ -172,12 +172,14 @@ class Format:
         title: what it is.
         suffixes: of the files that `write` makes; () for a folder.
         options: every option that `describe` may ask for.
+        complex_tensors: whether it has any.
     """
 
     name: str
     title: str
     suffixes: tuple[str, ...] = ()
     options: tuple[Option, ...] = ()
+    complex_tensors = False
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         """Whether the names of the tensors are this format's."""

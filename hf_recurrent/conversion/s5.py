@@ -6,15 +6,16 @@ Features go in, for tokens one-hot ones: its encoder has a bias, which an embedd
 models, so most of what S5's layers do is asked for.
 """
 
+import math
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
 from ..modeling import S5Config, S5ForDocumentMatching, S5ForSequenceClassification
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Refused
 from .flax_msgpack import write_msgpack
-from .rules import ON_OFF, Answers, Format, Option, Target, needed, rename, renames, side_by_side, transposed
+from .rules import ON_OFF, Answers, Format, Option, Rule, Target, needed, rename, renames, side_by_side, transposed
 
 ENCODER, LAYER = "params/encoder/encoder", "params/encoder/layers_"
 STATS = "batch_stats/encoder/layers_"
@@ -28,6 +29,15 @@ CLIP_EIGS = Option("clip-eigs", ON_OFF, "false", "whether eigenvalues are kept i
 PRENORM = Option("prenorm", ON_OFF, "true", "whether norms come before the SSM or after the residual sum")
 NORM = Option("norm", ("layer",), "layer", "which norm it is, where the file has no batch statistics")
 POOLING = Option("pooling", ("mean", "last"), "mean", "what the classifier reads")
+
+
+def _positive(name: str):
+    def check(variance: Tensor) -> None:
+        least = variance.min().item()
+        if -math.inf < least < 0:
+            raise Refused(f"{name} holds a variance below 0: {least:g}")
+
+    return check
 
 
 class S5(Format):
@@ -115,8 +125,9 @@ class S5(Format):
             rules += renames({f"seq/{name}": f"mixer.ssm.{name}" for name in SSM}, theirs, ours)
             rules += renames({"norm/scale": "mixer_norm.weight", "norm/bias": "mixer_norm.bias"}, theirs, ours)
             if config.norm == "batch":
-                table = {"norm/mean": "mixer_norm.running_mean", "norm/var": "mixer_norm.running_var"}
-                rules += renames(table, f"{STATS}{i}/", ours)
+                mean, var = f"{STATS}{i}/norm/mean", f"{STATS}{i}/norm/var"
+                rules.append(rename(mean, f"{ours}mixer_norm.running_mean"))
+                rules.append(Rule((var,), (f"{ours}mixer_norm.running_var",), check=_positive(var)))
             if not config.bidirectional:
                 rules.append(rename(f"{theirs}seq/C", f"{ours}mixer.ssm.C"))
             elif config.c_init == "complex_normal":

@@ -44,6 +44,7 @@ class S5PyTorch(Format):
     title = "S5Block of s5-pytorch"
     suffixes = (".pt", ".pth", ".bin")
     options = (LIQUID, DEGREE)
+    complex_tensors = True
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         return any(name.endswith("seq.Lambda") for name in checkpoint.shapes)

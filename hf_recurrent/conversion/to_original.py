@@ -43,6 +43,9 @@ def to_original(
     if real is torch.bfloat16 and dest.suffix == ".npz":
         raise Refused(f"DEST {dest}: NumPy has no bfloat16: --dtype float32, or .msgpack")
 
+    if real is torch.bfloat16 and original.complex_tensors:
+        raise Refused(f"--to {original.name}: complex tensors cannot be of bfloat16: --dtype float32")
+
     tensors: dict[str, Tensor] = {}
     done, total = 0, sum(x.numel() for x in weights.values()) * torch.zeros((), dtype=real).element_size()
     for rule in target.rules:

@@ -58,10 +58,13 @@ def to_ours(
     done, total = 0, sum(x.numel() * x.element_size() for x in shapes.values())
     with replacing_folder(dest) as folder:
         for file, names in split.filename_to_tensors.items():
-            shard = {}
+            shard, places = {}, set()
             for name in names:
                 x = fresh[name] if name in fresh else _convert(checkpoint, *made[name])
-                shard[name] = finished(x, dtype, f"{checkpoint.path}: {name}")
+                x = finished(x, dtype, f"{checkpoint.path}: {name}")
+                # safetensors takes no tensor under two names, as some file may hold weights that are not tied.
+                shard[name] = x.clone() if x.data_ptr() in places else x
+                places.add(x.data_ptr())
                 done += shard[name].numel() * shard[name].element_size()
                 if progress is not None:
                     progress(done, total)
@@ -105,6 +108,9 @@ def _check_tables(checkpoint: Checkpoint, target: Target, model: PreTrainedModel
                 raise Refused(
                     f"{checkpoint.path}: {name} must have the shape {tuple(x.shape)}, got {checkpoint.shapes[name]}"
                 )
+            if checkpoint.dtypes[name].is_complex != x.is_complex():
+                kind = "complex" if x.is_complex() else "real"
+                raise Refused(f"{checkpoint.path}: {name} must be {kind}, got {checkpoint.dtypes[name]}")
 
 
 def _tokenizer(name: str, config: PreTrainedConfig):
@@ -113,10 +119,10 @@ def _tokenizer(name: str, config: PreTrainedConfig):
     if getattr(config, "input_size", None) is not None:
         raise Refused(f"--tokenizer {name}: this model reads features, not tokens")
     tokenizer = byte_tokenizer() if name == "bytes" else load_tokenizer(name)
-    if len(tokenizer) > config.vocab_size:
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
+    if size > config.vocab_size:
         raise Refused(
-            f"--tokenizer {name}: has {counted(len(tokenizer), 'token')}, "
-            f"the checkpoint's vocabulary {config.vocab_size:,}"
+            f"--tokenizer {name}: has {counted(size, 'token')}, the checkpoint's vocabulary {config.vocab_size:,}"
         )
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, token, getattr(tokenizer, token))
@@ -126,7 +132,10 @@ def _tokenizer(name: str, config: PreTrainedConfig):
 def _convert(checkpoint: Checkpoint, rule: Rule, at: int) -> Tensor:
     theirs = [checkpoint.tensors[name]() for name in rule.theirs]
     if rule.check is not None:
-        rule.check(*theirs)
+        try:
+            rule.check(*theirs)
+        except Refused as error:
+            raise Refused(f"{checkpoint.path}: {error}") from None
     return rule.forward(*theirs)[at]
 
 

@@ -21,12 +21,15 @@ from .flax_msgpack import read_msgpack
 MAX_MEMBERS = 1 << 20  # of a zip archive
 MAX_INFLATION = 64  # bytes of an array for one of the archive: weights hardly compress
 MAX_DEPTH = 64  # of nested dicts
+MAX_NAMES = 1 << 17  # in them
 MAX_MSGPACK_BYTES = 4 << 30
 WRAPPERS = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
 
 
 def read_file(path: Path) -> Checkpoint:
     """The tensors in a file. Raises Refused and OSError as `read`."""
+    if not path.is_file():  # a pipe would be waited for
+        raise Refused(f"{path}: not a file")
     with open(path, "rb") as file:
         start = file.read(16)
     if not start:
@@ -133,7 +136,8 @@ def _npy_header(file) -> tuple[tuple[int, ...], np.dtype, int]:
 
 def _npy_tensor(path: Path, name: str) -> Tensor:
     with _damaged(path, name), np.load(path, allow_pickle=False) as archive:
-        array = np.ascontiguousarray(archive[name]).reshape(archive[name].shape)
+        array = archive[name]
+        array = np.ascontiguousarray(array).reshape(array.shape)  # a number would become a vector
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
@@ -172,20 +176,29 @@ def _from_tree(path: Path, tree: object) -> Checkpoint:
             tree = tree[wrapper]
             break
     checkpoint = Checkpoint(path, {}, {}, {}, config=config if isinstance(config, dict) else {}, left_out=left_out)
-    for name, value in _flat(path, tree, "/" if flax else ".", 0):
+    for number, (name, value) in enumerate(_flat(path, tree, "/" if flax else ".")):
+        # Counted before anything is kept: dicts that hold another one twice double what there is with each step.
+        if number == MAX_NAMES:
+            raise Refused(f"{path}: holds more than {MAX_NAMES:,} names")
+        if isinstance(value, Mapping):
+            continue
         if not isinstance(value, Tensor):
             raise Refused(f"{path}: {name} must be a tensor, got a {type(value).__name__}")
         checkpoint.add(name, value)
+    # Tied weights are there once. But thousands of tensors may be made of the same bytes, and would be written.
+    total = sum(math.prod(shape) * checkpoint.dtypes[name].itemsize for name, shape in checkpoint.shapes.items())
+    if total > MAX_INFLATION * max(size := path.stat().st_size, 4096):
+        raise Refused(f"{path}: its tensors would take {total:,} bytes, of a file of {size:,}")
     return checkpoint
 
 
-def _flat(path: Path, tree: Mapping, joint: str, depth: int) -> Iterator[tuple[str, object]]:
+def _flat(path: Path, tree: Mapping, joint: str, depth: int = 0) -> Iterator[tuple[str, object]]:
+    """All that nested dicts hold, the dicts themselves too, each with its path."""
     if depth > MAX_DEPTH:
         raise Refused(f"{path}: nested more than {MAX_DEPTH} deep")
     for name, value in tree.items():
         if not isinstance(name, str):
-            raise Refused(f"{path}: names must be text, got {name!r}"[:200])
+            raise Refused(f"{path}: names must be text, got a {type(name).__name__}")
+        yield name, value
         if isinstance(value, Mapping):
             yield from ((f"{name}{joint}{rest}", x) for rest, x in _flat(path, value, joint, depth + 1))
-        else:
-            yield name, value

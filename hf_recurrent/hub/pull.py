@@ -85,6 +85,8 @@ def check_whole(folder: Path, repo_id: str) -> None:
     if index.is_file():
         try:
             shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            if not shards:
+                raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{repo_id}: {index.name} is damaged") from None
     for shard in shards:

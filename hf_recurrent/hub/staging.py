@@ -110,12 +110,13 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     there.
 
     Raises:
-        FileExistsError: something is there, and `overwrite` is not given; it is a file, or a folder of other things
-            than a model.
+        FileExistsError: something is there, and `overwrite` is not given; it is a file, a folder of other things
+            than a model, or a training run's with its checkpoints.
         OSError: it cannot be written.
     """
     check_destination(path, overwrite)
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    path = path.resolve()  # "." has no name, and once it is moved away, no relative path leads anywhere
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing_folder(path) as folder:
         yield folder
 
@@ -131,6 +132,8 @@ def check_destination(path: Path, overwrite: bool) -> None:
             raise FileExistsError(f"{path}: exists, and is not empty: replace it by --overwrite, or choose another")
         if not (path / "config.json").is_file():
             raise FileExistsError(f"{path}: holds no model, and is not replaced: choose another folder")
+        if (path / "checkpoints").is_dir():
+            raise FileExistsError(f"{path}: holds a training run's checkpoints, and is not replaced: choose another")
     try:
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=existing(path.absolute().parent)):
             pass

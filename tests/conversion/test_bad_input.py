@@ -7,7 +7,15 @@ import pytest
 import torch
 from minGRU_pytorch.minLM import minLM
 from references import longhorn_checkpoint, longhorn_config, s5_checkpoint
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, MambaConfig, MambaForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import hf_recurrent
 from hf_recurrent import cli
@@ -133,7 +141,7 @@ def test_half_a_checkpoint_and_too_much(run, minlm, tmp_path):
     save(minlm | {"layers.0.2.to_hidden_and_gate.weight": torch.ones(25, 8)})
     assert "must have a multiple of 2 rows, got 25" in run("x.pt", "y", status=2)
     save(minlm | {"norm.weight": torch.ones(8, dtype=torch.int64)})
-    assert "norm.weight must hold floats, got int64" in run("x.pt", "y", status=2)
+    assert "norm.weight must hold floats of 16, 32 or 64 bits, got int64" in run("x.pt", "y", status=2)
 
 
 def test_mixed_dtypes(run, minlm, tmp_path):
@@ -202,10 +210,52 @@ def test_destinations(run, minlm, tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_destinations_by_other_names(run, minlm, tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    run("minlm.pt", "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").is_file()
+    for name in (".", "../real"):  # the folder that the command is run in
+        monkeypatch.chdir(tmp_path / "real")
+        assert cli.main(["convert", str(tmp_path / "minlm.pt"), name, "--overwrite"]) == 0
+        assert (tmp_path / "real" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "minlm.pt", "real"]
+
+
+def test_sizes_of_shards(run, minlm):
+    for size in ("banana", "5", "0GB"):
+        assert "--max-shard-size: must be a size such as 500MB" in run(
+            "minlm.pt", "x", "--max-shard-size", size, status=2
+        )
+
+
+def test_odd_configurations(run, tmp_path):
+    folder = tmp_path / "longhorn"
+    folder.mkdir()
+    torch.save(longhorn_checkpoint(), folder / "pytorch_model.bin")  # one matrix under two names
+    (folder / "config.json").write_text(json.dumps(longhorn_config(tie_embeddings=False)))
+    run("longhorn", "untied")
+    assert AutoConfig.from_pretrained(tmp_path / "untied").tie_word_embeddings is False
+    (folder / "config.json").write_text(json.dumps(longhorn_config() | {"model_type": ["x"]}))
+    run("longhorn", "other")
+
+
+def test_complex_tensors_have_no_bfloat16(run, tmp_path):
+    from s5.s5_model import S5Block
+
+    torch.save(S5Block(4, 4, False).state_dict(), tmp_path / "s5.pt")
+    run("s5.pt", "ours", "--assume-defaults", "--dtype", "bfloat16")
+    assert "cannot be of bfloat16: --dtype float32" in run("ours", "back.pt", "--to", "s5-pytorch", status=2)
+    run("ours", "back.pt", "--to", "s5-pytorch", "--dtype", "float32")
+
+
 def test_a_tokenizer_that_does_not_fit(run, tmp_path):
     torch.save(minLM(num_tokens=256, dim=8, depth=1).state_dict(), tmp_path / "x.pt")
     message = run("x.pt", "y", "--tokenizer", "bytes", status=2)
     assert "has 257 tokens, the checkpoint's vocabulary 256" in message
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 5000, "<s>": 1}, unk_token="<s>"))  # ids with gaps
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<s>").save_pretrained(tmp_path / "words")
+    assert "has 5,001 tokens" in run("x.pt", "y", "--tokenizer", "words", status=2)
 
 
 def test_the_command_knows_every_option():

@@ -191,6 +191,7 @@ INDICES = {
     '{"weight_map": {"x": ': "not JSON",
     "[" * 100_000: "not JSON",
     "\udcff": "not JSON",
+    f'{{"weight_map": {"9" * 5000}}}': "not JSON",
 }
 
 
@@ -222,6 +223,7 @@ CONFIGS = {
     "multiple": ({"pad_vocab_size_multiple": 0}, "its config says pad_vocab_size_multiple = 0"),
     "ssm_cfg": ({"ssm_cfg": [1]}, "ssm_cfg must be an object"),
     "layer-norm": ({"rms_norm": False}, "ours are RMSNorms"),
+    "tied": ({"tie_embeddings": "false"}, "its config says tie_embeddings = 'false'"),
     "attention": ({"attn_layer_idx": [1]}, "which ours has not"),
 }
 
@@ -245,3 +247,31 @@ def test_names_twice(refused, tmp_path):
         for _ in range(2):
             archive.writestr("params/x.npy", npy((1,)))
     assert "holds params/x.npy twice" in refused(tmp_path / "a.npz")
+
+
+def test_few_bytes_that_claim_to_be_many(refused, tmp_path):
+    tree = {}
+    for _ in range(40):
+        tree = {"a": tree, "b": tree}  # 2^40 dicts, as one file of a few hundred bytes
+    assert "holds more than 131,072 names" in refused(saved(tmp_path / "doubled.pt", tree))
+    memory = torch.zeros(1 << 16)
+    tensors = {f"backbone.layers.{i}.mixer.dt_head.weight": memory.view(256, 256) for i in range(100)}
+    assert "its tensors would take 26,214,400 bytes" in refused(saved(tmp_path / "aliases.pt", tensors))
+
+
+def test_tensors_of_another_kind(refused, tmp_path):
+    tensors = longhorn_checkpoint()
+    name = "backbone.layers.0.mixer.D"
+    message = refused(saved(tmp_path / "a.pt", tensors | {name: tensors[name].to(torch.complex64)}))
+    assert f"{name} must be real, got torch.complex64" in message  # and not without its imaginary part
+    message = refused(saved(tmp_path / "a.pt", tensors | {name: tensors[name].to(torch.float8_e4m3fn)}))
+    assert f"{name} must hold floats of 16, 32 or 64 bits, got float8_e4m3fn" in message
+    tensors = s5_checkpoint()
+    tensors["batch_stats/encoder/layers_1/norm/var"][2] = -1
+    write_msgpack(tmp_path / "a.msgpack", tensors)
+    assert "holds a variance below 0: -1" in refused(tmp_path / "a.msgpack", assume_defaults=True)
+
+
+def test_a_pipe_is_not_waited_for(refused, tmp_path):
+    os.mkfifo(tmp_path / "pipe.pt")
+    assert "not a file" in refused(tmp_path / "pipe.pt")

@@ -251,6 +251,8 @@ def test_what_is_refused(exported, tmp_path, capsys):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
     assert "holds no model, and is not replaced" in refusal(source, tmp_path / "notes", "--standalone", "--overwrite")
+    for output in (source, source / "x", source.parent):
+        assert f"OUT {output}: must lie apart from DIR {source}" in refusal(source, output, "--standalone")
     (tmp_path / "file").write_text("")
     assert "a file of that name is in the way" in refusal(source, tmp_path / "file", "--standalone")
     for size in ("0GB", "large", "5"):

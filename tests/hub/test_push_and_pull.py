@@ -339,6 +339,7 @@ def test_what_was_damaged_on_the_way(hub, folder, run, tmp_path):
     index = json.dumps({"weight_map": {"a": "../../etc/passwd"}}).encode()
     assert "names a file outside of its folder" in refusal(model__safetensors__index__json=index)
     assert "is damaged" in refusal(model__safetensors__index__json=b"[]")
+    assert "is damaged" in refusal(model__safetensors__index__json=b'{"weight_map": {}}')
     assert not list(tmp_path.iterdir())
 
     # Pickles stay where they are.
@@ -400,6 +401,11 @@ def test_folders_that_are_refused(hub, folder, run, tmp_path):
     notes = ("pull", "me/books", tmp_path / "notes")
     assert "exists, and is not empty: replace it by --overwrite" in run(*notes, status=2)
     assert "holds no model, and is not replaced" in run(*notes, "--overwrite", status=2)
+    (tmp_path / "notes" / "checkpoints").mkdir()
+    (tmp_path / "notes" / "config.json").write_text("{}")
+    assert "holds a training run's checkpoints, and is not replaced" in run(*notes, "--overwrite", status=2)
+    shutil.rmtree(tmp_path / "notes" / "checkpoints")
+    (tmp_path / "notes" / "config.json").unlink()
     assert "DIR no/where: no such folder" in run("push", "no/where", "me/books", status=2)
     assert "has no config.json" in run("push", tmp_path / "notes", "me/books", status=2)
     assert files(tmp_path) == {"notes/a.txt": b"mine"}
