@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import causal_lm, each_family, states, token_ids
 
-from hf_recurrent import RecurrentCache, stream
+from hf_recurrent import MinGRUConfig, RecurrentCache, stream
 
 
 @each_family
@@ -22,6 +22,13 @@ def test_a_stream_is_one_call(config, chunk_size):
     assert cache.get_seq_length() == 23
     for x, y in zip(states(cache), states(whole.past_key_values), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
+def test_a_stream_of_a_tensor_makes_no_tensor_of_each_token(monkeypatch):
+    config = MinGRUConfig(vocab_size=61, hidden_size=12, num_hidden_layers=1)
+    model, text = causal_lm(config), token_ids(config, 1, 23)[0]
+    monkeypatch.setattr(torch.Tensor, "__iter__", lambda _: pytest.fail("a million tokens would take 500 MB"))
+    assert torch.equal(torch.cat([ids for ids, _ in stream(model, text, chunk_size=7)]), text)
 
 
 @each_family
