@@ -96,7 +96,7 @@ def test_the_default_corpus_from_end_to_end(tmp_path, capsys):
     costs = {"tokens_per_second", "model_flops_per_second", "input_share", "peak_memory_bytes"}
     assert set(lines[1]) == {"step", "tokens", "loss", "lr", "grad_norm", "elapsed"} | costs
     assert 0 < lines[1]["input_share"] < 1 and lines[1]["peak_memory_bytes"] > 2**24
-    weights = 2 * (16 * 2 * 24 + 24 * 16 + 2 * 16 * 64) + 16 * 400
+    weights = 2 * (16 * 2 * 32 + 32 * 16 + 2 * 16 * 64) + 16 * 400
     assert lines[1]["model_flops_per_second"] == pytest.approx(lines[1]["tokens_per_second"] * 6 * weights, rel=1e-3)
     assert lines[1]["tokens"] == 4 * 32
     assert abs(lines[0]["validation_loss"] - math.log(400)) < 0.2 and lines[-1]["validation_loss"] < math.log(400)
