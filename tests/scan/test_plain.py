@@ -1,0 +1,41 @@
+"""The scans that exported models carry compute what the backend "chunked" computes, to the bit."""
+
+import inspect
+
+import pytest
+import torch
+
+from hf_recurrent import scan
+from hf_recurrent.scan import plain
+
+INPUTS = {
+    "linear_scan": {"a": 5, "b": 5},
+    "mingru_scan": {"hidden": 5, "gate": 5},
+    "minlstm_scan": {"hidden": 5, "forget": 5, "input": 5},
+    "longhorn_scan": {"x": 5, "dt": 5, "k": 3, "q": 3},
+}
+OURS = {"backend", "update_state", "reverse"}  # what no exported model passes to all of them
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("started", [False, True])
+def test_the_same_to_the_bit(name, dtype, started):
+    torch.manual_seed(0)
+    inputs = {key: torch.randn(2, 19, width, dtype=dtype) for key, width in INPUTS[name].items()}
+    shape = (5, 3) if name == "longhorn_scan" else (5,)
+    options = {
+        "initial_state": torch.randn(2, *shape, dtype=dtype),
+        "mask": torch.rand(2, 19) > 0.3,
+        "reset": torch.rand(2, 19) > 0.7,
+        "reset_state": torch.randn(shape, dtype=dtype) if started else None,
+    }
+    ours = getattr(scan, name)(**inputs, **options, backend="chunked")
+    for mine, theirs in zip(ours, getattr(plain, name)(**inputs, **options), strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_every_argument_is_there(name):
+    ours, theirs = (inspect.signature(getattr(module, name)).parameters.keys() for module in (scan, plain))
+    assert ours - OURS <= theirs
