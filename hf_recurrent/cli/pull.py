@@ -11,8 +11,8 @@ def _parser() -> Parser:
         "Files that run code when they are read (pickles) are left out.",
         epilog="""\
 examples:
-  hf-recurrent pull me/books runs/books
-  hf-recurrent pull me/books runs/books --revision experiment --overwrite
+  hf-recurrent pull me/books books
+  hf-recurrent pull me/books books --revision experiment --overwrite
 """,
     )
     add = parser.add_argument
