@@ -45,6 +45,8 @@ def stream(
     if cache.batch_size > 1:
         raise ValueError(f"cache holds the states of {cache.batch_size} rows, a stream is one")
     vocab_size, place = model.config.vocab_size, 0
+    if isinstance(tokens, Tensor):  # whose iterator would make a tensor of each token first
+        tokens = itertools.chain.from_iterable(piece.tolist() for piece in tokens.split(chunk_size))
     remaining = iter(tokens)
     while chunk := list(itertools.islice(remaining, chunk_size)):
         for index, token in enumerate(chunk):
