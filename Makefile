@@ -37,8 +37,9 @@ lint: $(DEV)  ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: $(DEV)  ## measure the scan against its limits and its peers, into runs/benchmarks
+bench: $(DEV)  ## measure scans and decoding against their limits and peers, into runs/benchmarks
 	$(BIN)/python benchmarks/scan.py --output runs/benchmarks
+	$(BIN)/python benchmarks/decode.py --output runs/benchmarks
 
 bench-gpu: $(DEV)  ## check and measure the CUDA kernels (under eight minutes), into benchmarks/results
 	$(BIN)/python benchmarks/gpu.py

@@ -32,11 +32,11 @@ def case_name(row: dict) -> str:
     return f"{tuple(row['shape'])} {row['dtype']} {row['pass']}"
 
 
-def _number(x: float) -> str:
+def number(x: float) -> str:
     return f"{x:.2f}" if x < 100 else f"{x:.0f}"
 
 
-def _conditions(about: dict) -> str:
+def conditions(about: dict) -> str:
     threads = f"{about['threads']} thread{'' if about['threads'] == 1 else 's'}"
     return f"{about['cpu']}, {threads}, torch {about['packages']['torch']}, {about['date'][:10]}"
 
@@ -76,7 +76,7 @@ def headlines(results: list[dict]) -> list[list[str]]:
             for name, asked in FAMILY_GOALS.items()
         ),
     ]
-    rows = [[what, f"{_number(max(values))} ×", asked] for what, values, asked in found if values]
+    rows = [[what, f"{number(max(values))} ×", asked] for what, values, asked in found if values]
     memory = {row["name"]: row["mebibytes"] for row in results if row["section"] == "memory"}
     if len(memory) == 2:
         ours, theirs = memory["hf_recurrent minGRU"], memory["minGRU-pytorch minLM"]
@@ -91,7 +91,7 @@ def markdown(document: dict) -> str:
     """All tables of one measurement, as text."""
     results = document["results"]
     lines = [
-        f"{_conditions(document['machine'])}, `{document['command']}`.",
+        f"{conditions(document['machine'])}, `{document['command']}`.",
         "Medians of paired runs; in brackets the quartiles.",
     ]
     if not document["quick"] and (rows := headlines(results)):
@@ -109,8 +109,8 @@ def markdown(document: dict) -> str:
                 [
                     [
                         row["name"],
-                        _number(row["milliseconds"]),
-                        "{} [{}, {}]".format(*map(_number, (row["ratio"], *row["ratio_quartiles"]))),
+                        number(row["milliseconds"]),
+                        "{} [{}, {}]".format(*map(number, (row["ratio"], *row["ratio_quartiles"]))),
                         *([f"{row['error']:.0e}"] if "error" in row else []),
                     ]
                     for row in of_case
@@ -125,7 +125,7 @@ def markdown(document: dict) -> str:
         lengths = rows[0]["lengths"]
         lines += ["", f"### Time over length L, shape (1, L, {rows[0]['channels']})", ""]
         header = ["", *map(str, lengths), "exponent"]
-        body = [[r["name"], *(_number(x) for x in r["milliseconds"]), f"{r['exponent']:.3f}"] for r in rows]
+        body = [[r["name"], *(number(x) for x in r["milliseconds"]), f"{r['exponent']:.3f}"] for r in rows]
         lines += [
             *table(header, body),
             "",
@@ -170,7 +170,7 @@ def draw(document: dict, path: str) -> None:
         _draw_ratios(axis, rows)
     if lengths:
         _draw_lengths(axes.flat[total - 1], lengths)
-    figure.suptitle(_conditions(document["machine"]))
+    figure.suptitle(conditions(document["machine"]))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -185,7 +185,7 @@ def _draw_ratios(axis, rows: list[dict]) -> None:
         where = [names.index(row["name"]) + (k - (len(cases) - 1) / 2) * height for row in of_case]
         values = [row["ratio"] for row in of_case]
         bars = axis.barh(where, values, height * 0.92, color=colour, label="{} {}".format(*case))
-        axis.bar_label(bars, [_number(value) for value in values], padding=3, fontsize=8)
+        axis.bar_label(bars, [number(value) for value in values], padding=3, fontsize=8)
     axis.axvline(1, color="black", linewidth=1, linestyle="--", zorder=0)
     if passes == "training step":
         axis.set_title(f"{TITLES[section]}, batch {cases[0][0]}")

@@ -15,14 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 import peers
 import report
 import training_steps
-from hf_recurrent.measure import machine, make_folder, paired, positive
+from hf_recurrent.measure import can_measure_peaks, machine, make_folder, paired, peak_bytes, positive
 from hf_recurrent.scan import available_backends, linear_scan, mingru_scan
 
 # Tensors moved, each counted once: forward reads a and b and writes h; backward reads dh, a and h and writes da and db
@@ -189,19 +188,17 @@ def peak_memory(name: str, shape: tuple[int, int]) -> float:
     """MiB of resident memory that three training steps take at their peak, beyond the process with its model built."""
     model = _models(all_peers=False)[name]()
     step = _training_step(model, [torch.randint(peers.VOCABULARY, shape)])
-    before = psutil.Process().memory_info().rss
-    # Linux keeps the highest resident size so far; writing 5 here forgets the peak of the imports.
-    Path("/proc/self/clear_refs").write_text("5")
-    for index in range(3):
-        step(index)
-    status = Path("/proc/self/status").read_text()
-    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
-    return (peak - before) / 2**20
+
+    def steps():
+        for index in range(3):
+            step(index)
+
+    return peak_bytes(steps) / 2**20
 
 
 def measure_memory(m: Measurement) -> None:
     """Each model in a process of its own, so that none inherits the memory that another has left behind."""
-    if not Path("/proc/self/clear_refs").exists():
+    if not can_measure_peaks():
         m.not_measured["peak memory"] = "needs the /proc of Linux"
         return
     for name in MEMORY_MODELS:

@@ -1,4 +1,4 @@
-"""benchmarks/scan.py at tiny sizes: that it measures what it says, and says what it measured. Never how fast."""
+"""benchmarks/scan.py and decode.py at tiny sizes: that they measure what they say. Never how fast."""
 
 import json
 import subprocess
@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def run(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(BENCHMARKS / "scan.py"), *map(str, arguments)]
+def run(*arguments, script: str = "scan.py") -> subprocess.CompletedProcess:
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
@@ -150,3 +150,46 @@ def test_headlines_take_the_worst_of_what_was_asked_for(modules):
         ("peak memory of a training step", "0.50 ×"),
         ("linear_scan's time grows with length to the power", "1.01"),
     ]
+
+
+# ---- decode.py -------------------------------------------------------------------------------------------------------
+
+OURS = {"minGRU", "minLSTM", "Longhorn", "GateLoop", "S5"}
+
+
+def test_decoding_is_measured_section_by_section(tmp_path):
+    for sections in (["token"], ["position", "crossing"]):
+        arguments = ["--quick", "--only", *sections, "--repeats", 1, "--threads", 1, "--output", tmp_path]
+        done = run(*arguments, script="decode.py")
+        assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"decode.json", "decode.md", "decode.png"}
+    found = json.loads((tmp_path / "decode.json").read_text())["sections"]
+    assert list(found) == ["token", "position", "crossing"], "those measured before stay, in their order"
+    tokens = found["token"]["results"]
+    assert {(row["name"], row["dtype"]) for row in tokens if row["ours"]} == {
+        (name, dtype) for name in OURS for dtype in ("float32", "bfloat16")
+    }
+    assert any("Mamba" in row["name"] for row in tokens) and any("Llama" in row["name"] for row in tokens)
+    assert {row["name"] for row in found["position"]["results"]} == OURS
+    for section in found.values():
+        assert all(row["ratio"] > 0 for row in section["results"])
+        assert section["machine"]["threads"] == 1
+    assert (tmp_path / "decode.md").read_text() in done.stdout
+    assert str(tmp_path) not in (tmp_path / "decode.json").read_text()
+
+
+def test_a_stream_keeps_its_cache():
+    done = run("--quick", "--part", "stream", "S5", "--repeats", 1, "--threads", 1, script="decode.py")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert set(row["cache_bytes"]) == {"10", "10000", "20000"} and len(set(row["cache_bytes"].values())) == 1
+    assert row["tokens"][-1] > 19_000 and len(row["tokens"]) == len(row["resident_bytes"])
+
+
+def test_where_attention_becomes_slower(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from decode_report import crossing
+
+    rows = [{"context": 100, "ratio": 0.5}, {"context": 300, "ratio": 1.5}, {"context": 900, "ratio": 4.0}]
+    assert crossing(rows) == "slower from a context of about 200 on"
+    assert crossing(rows[1:]) == "slower at all contexts from 300 on" and crossing(rows[:1]) == "not slower up to 100"
