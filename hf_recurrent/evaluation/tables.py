@@ -1,5 +1,6 @@
 """lm-eval's results as tables, and as the `model-index` of a model card."""
 
+import dataclasses
 import math
 
 from huggingface_hub import EvalResult
@@ -64,6 +65,20 @@ def _entries(results: dict, task: str) -> list[EvalResult]:
             )
         )
     return entries
+
+
+def task_results(results: dict) -> list[EvalResult]:
+    """What lm-eval found, for `huggingface_hub.ModelCardData`: one for each task and metric.
+
+    Args:
+        results: as for `model_index`.
+    """
+    # Tasks on the same data are told apart by their names, else they would be put under that of the first.
+    return [
+        dataclasses.replace(entry, dataset_config=entry.dataset_config or task)
+        for task in results["configs"]
+        for entry in _entries(results, task)
+    ]
 
 
 def model_index(results: dict, model_name: str) -> list[dict]:

@@ -1,5 +1,6 @@
 """The model card: what is known of a model, and nothing else."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
+from ..evaluation.tables import task_results
 from ..messages import counted
 from ..training.arguments import DataArguments, ModelArguments, TrainArguments
 from ..training.folder import ARGUMENTS, RunFolder
@@ -71,7 +73,8 @@ def model_card(
     task, _ = _task(model)
     dataset = settings.get("dataset")
     on_hub = dataset if isinstance(dataset, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) else None
-    results = _results(settings, metrics, task, on_hub)
+    evaluated = lm_eval_results(source)
+    results = _results(settings, metrics, task, on_hub) + evaluated
     data = ModelCardData(  # its values redacted one by one: *** has a meaning in YAML
         license=redacted(license) if license else None,
         language=[redacted(name) for name in language] if language else None,
@@ -87,7 +90,7 @@ def model_card(
         _about(model),
         _loading(model, repo_id, code),
         _training(settings, source),
-        _evaluation(settings, metrics),
+        _evaluation(settings, metrics, evaluated),
     ]
     body = redacted("\n\n".join(filter(None, sections)))
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
@@ -103,6 +106,21 @@ def run_facts(source: Path | None) -> tuple[dict, dict]:
         lines = [line for line in RunFolder(str(source)).metrics() if "validation_loss" in line]
         metrics = lines[-1] if lines else {}
     return settings, metrics
+
+
+def lm_eval_results(source: Path | None) -> list[EvalResult]:
+    """What `hf-recurrent evaluate lm --output` wrote into the model's folder, if it did.
+
+    Raises:
+        ValueError: `lm-eval.json` is not what lm-eval writes.
+    """
+    path = None if source is None else source / "lm-eval.json"
+    if path is None or not path.is_file():
+        return []
+    try:
+        return task_results(json.loads(path.read_text(encoding="utf-8")))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: not the results of lm-eval ({type(error).__name__}: {error})") from None
 
 
 def _task(model: PreTrainedModel) -> tuple[str | None, str | None]:
@@ -206,11 +224,17 @@ def _results(settings: dict, metrics: dict, task: str | None, on_hub: str | None
     ]
 
 
-def _evaluation(settings: dict, metrics: dict) -> str | None:
-    if not metrics:
-        return None
+def _evaluation(settings: dict, metrics: dict, evaluated: list[EvalResult]) -> str | None:
+    parts = [_validation(settings, metrics)] if metrics else []
+    if evaluated:
+        rows = [f"| {one.dataset_name} | {one.metric_name} | {one.metric_value:.4f} |" for one in evaluated]
+        parts.append(f"By {evaluated[0].source_name}:\n\n| task | metric | |\n|---|---|---|\n" + "\n".join(rows))
+    return "## Evaluation\n\n" + "\n\n".join(parts) if parts else None
+
+
+def _validation(settings: dict, metrics: dict) -> str:
     rows = [f"| {name} | {metrics[key]:.4f} |" for key, (_, name) in METRICS.items() if key in metrics]
     where = f"On {_evaluated_on(settings)}, after step {metrics['step']:,}"
     if "validation_rows" in metrics:
         where += f", over {counted(metrics['validation_rows'], 'row')} that share no context"
-    return f"## Evaluation\n\n{where}:\n\n| | |\n|---|---|\n" + "\n".join(rows)
+    return f"{where}:\n\n| | |\n|---|---|\n" + "\n".join(rows)

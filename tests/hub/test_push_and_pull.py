@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import hf_recurrent
 from hf_recurrent import cli
+from hf_recurrent.hub.card import model_card
 from hf_recurrent.hub.staging import load
 from hf_recurrent.training.tokenizer import byte_tokenizer
 
@@ -207,6 +208,28 @@ def test_the_card_tells_facts(hub, folder, run):
     card = ModelCard(head(hub, "me/other")["README.md"].decode())
     assert (card.data.license, card.data.language) == ("apache-2.0", ["fr"])
     assert "trust_remote_code=True" in card.text and "import hf_recurrent" not in card.text
+
+
+def test_the_card_tells_what_lm_eval_found(folder, tmp_path):
+    folder = Path(shutil.copytree(folder, tmp_path / "books"))
+    results = {
+        "configs": {name: {"dataset_path": "json"} for name in ("piqa", "pairs", "more")},
+        "results": {
+            "piqa": {"acc,none": 0.75, "acc_stderr,none": 0.01},
+            "pairs": {"acc,none": 0.5},
+            "more": {"acc,none": 1},
+        },
+        "n-shot": {"piqa": 0},
+        "lm_eval_version": "0.4.13",
+    }
+    (folder / "lm-eval.json").write_text(json.dumps(results))
+    card = model_card(load(folder), "me/books", source=folder)
+    found = {one.dataset_name: one.metric_value for one in ModelCard(str(card)).data.eval_results if one.source_name}
+    assert found == {"piqa": 0.75, "pairs": 0.5, "more": 1}
+    assert "By lm-evaluation-harness 0.4.13:" in card.text and "| piqa | acc | 0.7500 |" in card.text
+    (folder / "lm-eval.json").write_text("[]")
+    with pytest.raises(ValueError, match="lm-eval.json: not the results of lm-eval"):
+        model_card(load(folder), "me/books", source=folder)
 
 
 def test_nothing_is_invented(hub, tmp_path, run):
