@@ -414,7 +414,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="examples:\n  python benchmarks/gpu.py\n  python benchmarks/gpu.py --only copy check scan\n"
-        "  python benchmarks/gpu.py --device cpu --tiny --output /tmp/bench     # to see that it works",
+        "  python benchmarks/gpu.py --device cpu --tiny --output runs/tiny      # to see that it works",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cuda (default) or cpu")
