@@ -10,7 +10,6 @@ import itertools
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from transformers import (
 
 import decode_report
 import hf_recurrent
-from hf_recurrent.measure import can_measure_peaks, machine, paired, peak_bytes, seconds_of
+from hf_recurrent.measure import can_measure_peaks, machine, make_folder, paired, peak_bytes, positive, seconds_of
 from hf_recurrent.modeling.s5 import S5SSM
 
 VOCABULARY = 50257
@@ -367,12 +366,6 @@ MEASURES = {
 }
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
@@ -381,8 +374,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="tiny models and few rounds, to see that it works")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="the sections to measure")
-    parser.add_argument("--repeats", type=_positive, help="rounds of paired runs (default 31; 3 with --quick)")
-    parser.add_argument("--threads", type=_positive, help="threads of PyTorch and of the kernels (default: PyTorch's)")
+    parser.add_argument("--repeats", type=positive, help="rounds of paired runs (default 31; 3 with --quick)")
+    parser.add_argument("--threads", type=positive, help="threads of PyTorch and of the kernels (default: PyTorch's)")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/benchmarks"), help="folder of decode.json, .md and .png"
     )
@@ -410,11 +403,7 @@ def main() -> None:
         part, name = arguments.part
         print(json.dumps(PARTS[part](m, name)))
         return
-    try:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=arguments.output).close()
-    except OSError as error:
-        parser.error(f"--output {arguments.output} cannot be written: {error.strerror}")
+    make_folder(parser, arguments.output)
     sections = _before(arguments.output, m.quick)
     for name in arguments.only:
         start = time.perf_counter()
