@@ -123,5 +123,6 @@ def test_sequential_digits(tmp_path, capsys):
 def test_assisted_generation(text, tmp_path, capsys):
     sizes = ("--hidden-size", 16, "--layers", 2, "--assistant-layers", 1, "--sequence-length", 32)
     minutes = ("--minutes", 0.01, "--assistant-minutes", 0.01)
-    run("assisted_generation", "--data", text, *sizes, *minutes, "--prompts", 2, "--new-tokens", 8, "--output", tmp_path)
+    lengths = ("--prompts", 2, "--new-tokens", 8)
+    run("assisted_generation", "--data", text, *sizes, *minutes, *lengths, "--output", tmp_path)
     assert "of the time of greedy decoding" in capsys.readouterr().out
