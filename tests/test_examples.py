@@ -121,8 +121,8 @@ def test_sequential_digits(tmp_path, capsys):
 
 
 def test_assisted_generation(text, tmp_path, capsys):
-    sizes = ("--hidden-size", 16, "--layers", 2, "--assistant-layers", 1, "--sequence-length", 32)
+    sizes = ("--hidden-size", 16, "--assistant-hidden-size", 8, "--layers", 2, "--assistant-layers", 1)
     minutes = ("--minutes", 0.01, "--assistant-minutes", 0.01)
-    lengths = ("--prompts", 2, "--new-tokens", 8)
+    lengths = ("--prompts", 2, "--new-tokens", 8, "--sequence-length", 32)
     run("assisted_generation", "--data", text, *sizes, *minutes, *lengths, "--output", tmp_path)
     assert "of the time of greedy decoding" in capsys.readouterr().out
