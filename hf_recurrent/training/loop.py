@@ -22,25 +22,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import saving, write_whole
 from ..messages import counted, first_line
+from ..modeling.model import IGNORED
 from . import checkpoints, costs
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
 from .bptt import backward_in_chunks
-from .data import (
-    IGNORED,
-    Corpus,
-    ShuffledRows,
-    StreamedRows,
-    ValidationRows,
-    concatenate,
-    encode,
-    load_corpus,
-    validation_rows,
-)
+from .documents import Corpus
 from .folder import ARGUMENTS, RunFolder
 from .model import check_folder, create_model, load_model
 from .optimizer import create_optimizer, learning_rate_ratio
 from .report import Baselines, baselines, plot_loss, table
+from .rows import ShuffledRows, StreamedRows
+from .sources import load_corpus
 from .tokenizer import DEFAULT_VOCAB_SIZE, byte_tokenizer, load_tokenizer, train_bpe
+from .tokens import concatenate, encode
+from .validation import ValidationRows, validation_rows
 
 TOKENIZER_TRAINING_CHARACTERS = 100_000_000  # of the corpus's beginning; a BPE learns nothing more from more
 CHECKPOINT_FORMAT = 2

@@ -10,29 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_recurrent.modeling.model import IGNORED
 from hf_recurrent.training.arguments import DataArguments
-from hf_recurrent.training.data import (
-    IGNORED,
-    Documents,
-    ShuffledRows,
-    StreamedRows,
-    TokenStream,
-    concatenate,
-    count_rows,
-    count_targets,
-    dataset_documents,
-    encode,
-    expand,
-    file_documents,
-    in_validation,
-    load_corpus,
-    pack,
-    pieces,
-    split,
-    stdlib_documents,
-    validation_rows,
-)
+from hf_recurrent.training.documents import Documents, in_validation, split
+from hf_recurrent.training.rows import ShuffledRows, StreamedRows, count_rows, count_targets, pack
+from hf_recurrent.training.sources import dataset_documents, expand, file_documents, load_corpus, stdlib_documents
 from hf_recurrent.training.tokenizer import byte_tokenizer
+from hf_recurrent.training.tokens import TokenStream, concatenate, encode, pieces
+from hf_recurrent.training.validation import validation_rows
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 END = 256
@@ -126,7 +111,7 @@ def test_streamed_rows_are_those_of_the_whole_stream(texts, length):
         return
     expected = pack(stream, np.arange(count), length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_recurrent.training.data.BATCH", 1)  # a document at a time
+        patch.setattr("hf_recurrent.training.tokens.BATCH", 1)  # a document at a time
         rows = StreamedRows(documents(*texts), tokenizer, length)
         twice = rows.take(0, 2 * count)
         assert all(np.array_equal(twice[name], np.tile(value, (2, 1))) for name, value in expected.items())
@@ -171,8 +156,8 @@ def test_pieces_are_the_text(text, size):
 
 
 def test_long_documents_are_tokenised_in_pieces(monkeypatch):
-    monkeypatch.setattr("hf_recurrent.training.data.pieces", lambda text: pieces(text, 5))
-    monkeypatch.setattr("hf_recurrent.training.data.BATCH", 20)
+    monkeypatch.setattr("hf_recurrent.training.tokens.pieces", lambda text: pieces(text, 5))
+    monkeypatch.setattr("hf_recurrent.training.tokens.BATCH", 20)
     texts = ["one two\nthree\n\nfour" * 3, "x", "five\n" * 9]
     stream = concatenate(encode(byte_tokenizer(), texts))
     expected = [[END, *text.encode(), END] for text in texts]

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_recurrent  # noqa: F401  (registers the families)
 from hf_recurrent import cli
+from hf_recurrent.modeling.model import IGNORED
 from hf_recurrent.training import TrainArguments, arguments
-from hf_recurrent.training.data import IGNORED
 from hf_recurrent.training.loop import Run
 from hf_recurrent.training.model import families
 from hf_recurrent.training.optimizer import create_optimizer, learning_rate_ratio
