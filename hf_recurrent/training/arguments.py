@@ -1,17 +1,17 @@
 """What `hf-recurrent train` can be told: three dataclasses, read from flags and from a YAML file."""
 
 import dataclasses
-import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal, get_origin
 
 import yaml
 from transformers import HfArgumentParser
 
-from ..cli.parser import LARGEST, CommandLineError, Parser
+from ..cli.parser import CommandLineError, Parser
 from ..messages import nearest
-from .tokenizer import DEFAULT_VOCAB_SIZE, LARGEST_VOCAB_SIZE
+from .data_arguments import DataArguments
+from .options import flag, option, require, type_name
 
 EXAMPLES = """\
 examples:
@@ -25,13 +25,6 @@ examples:
   hf-recurrent train recipe.yaml --resume auto              the same command, however often it is interrupted
   hf-recurrent train --model runs/mingru --data-files notes.txt --output-dir runs/notes
 """
-
-
-def option(default, help: str, **more):
-    """A dataclass field with its help text; a list becomes the default's factory."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help, **more})
-    return field(default=default, metadata={"help": help, **more})
 
 
 @dataclass
@@ -69,58 +62,6 @@ class ModelArguments:
         }
         if self.model is not None and given:
             raise ValueError(f"{flag(next(iter(given)))} describes a new model and cannot be given with --model")
-
-
-@dataclass
-class DataArguments:
-    _argument_group_name = "data"
-
-    data_files: list[str] = option(
-        [],
-        "Files or globs: .jsonl, .json and .parquet by --text-column, any other file as one document of text; "
-        ".gz, .bz2 and .xz are decompressed. (default: the source of Python's standard library)",
-    )
-    validation_files: list[str] = option([], "Files or globs to validate on, instead of a share of the corpus.")
-    dataset: str | None = option(None, "Dataset to load by `datasets`: a name on the Hub or a folder.")
-    dataset_config: str | None = option(None, "Configuration of --dataset.")
-    dataset_split: str = option("train", "Split of --dataset to train on.")
-    validation_split: str | None = option(
-        None,
-        "Split of --dataset to validate on (default: 'validation' where there is one, else a share of the documents).",
-    )
-    text_column: str = option("text", "Column that holds the text.")
-    streaming: bool = option(False, "Read --dataset while training instead of loading it.")
-    max_documents: int | None = option(None, "Use only the first so many documents.")
-    validation_share: float = option(
-        0.05,
-        "Share of the documents to validate on, chosen by a hash (where that leaves nothing, the last share of each "
-        "document); 0 for no validation.",
-    )
-    max_validation_documents: int | None = option(
-        None, "Validate on at most so many documents (default: all; with --streaming 500)."
-    )
-    tokenizer: str = option(
-        "bpe", "'bpe' (byte-level BPE trained on the corpus), 'bytes', or a tokenizer's folder or name on the Hub."
-    )
-    vocab_size: int | None = option(None, f"Vocabulary of the BPE (default: {DEFAULT_VOCAB_SIZE}).")
-    sequence_length: int = option(256, "Tokens in a row.")
-
-    def __post_init__(self):
-        if self.dataset and self.data_files:
-            raise ValueError("--dataset and --data-files cannot both be given")
-        for name in ("dataset_config", "validation_split"):
-            if getattr(self, name) is not None and not self.dataset:
-                raise ValueError(f"{flag(name)} belongs to --dataset, which is not given")
-        if self.streaming and not self.dataset:
-            raise ValueError("--streaming belongs to --dataset, which is not given")
-        if self.validation_split is not None and self.validation_files:
-            raise ValueError("--validation-split and --validation-files cannot both be given")
-        if self.vocab_size is not None and self.tokenizer != "bpe":
-            raise ValueError(f"--vocab-size belongs to --tokenizer bpe, which is {self.tokenizer}")
-        require(self, "max_documents", "max_validation_documents", at_least=1)
-        require(self, "vocab_size", at_least=1, at_most=LARGEST_VOCAB_SIZE)
-        require(self, "sequence_length", at_least=2)
-        require(self, "validation_share", at_least=0, below=1)
 
 
 @dataclass
@@ -219,30 +160,6 @@ class TrainArguments:
         mine = self.total_batch_size // processes
         size = next(size for size in range(min(self.batch_size, mine), 0, -1) if mine % size == 0)
         return size, mine // size
-
-
-def flag(name: str) -> str:
-    """The flag of a field."""
-    return "--" + name.replace("_", "-")
-
-
-def require(arguments, *names: str, above=None, at_least=None, below=None, at_most=LARGEST) -> None:
-    """Check numbers; None passes.
-
-    Raises:
-        ValueError: one is outside its bounds or not a number; the message names its flag.
-    """
-    bounds = [
-        ("above", operator.gt, above),
-        ("at least", operator.ge, at_least),
-        ("below", operator.lt, below),
-        ("at most", operator.le, at_most),
-    ]
-    for name in names:
-        value = getattr(arguments, name)
-        for words, holds, bound in bounds:
-            if value is not None and bound is not None and not holds(value, bound):
-                raise ValueError(f"{flag(name)} must be {words} {bound}, got {value}")
 
 
 # ---- parsing ---------------------------------------------------------------------------------------------------------
@@ -345,14 +262,6 @@ def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
         else:
             argv.append(f"{flag(name)}={value}")
     return argv
-
-
-def type_name(field: dataclasses.Field) -> str:
-    """What a field takes, in words."""
-    if get_origin(field.type) is list:
-        return "a list"
-    kinds = [kind.__name__ for kind in get_args(field.type) or (field.type,) if kind is not type(None)]
-    return {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}[kinds[0]]
 
 
 def to_yaml(model: ModelArguments, data: DataArguments, train: TrainArguments) -> str:
