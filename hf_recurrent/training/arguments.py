@@ -1,5 +1,6 @@
 """What `hf-recurrent train` can be told: three dataclasses, read from flags and from a YAML file."""
 
+import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ examples:
   hf-recurrent train --max-minutes 5 --hidden-size 256 --num-hidden-layers 4
   hf-recurrent train --data-files 'books/*.txt' --vocab-size 8192 --sequence-length 512
   hf-recurrent train --dataset roneneldan/TinyStories --streaming --max-steps 5000 --mixed-precision bf16
+  hf-recurrent train --sources '{data_files: [code.jsonl], weight: 0.7}' '{dataset: me/prose, weight: 0.3}'
   hf-recurrent train recipe.yaml --learning-rate 5e-4       a file's settings, one of them overridden
   hf-recurrent train runs/mingru/train.yaml --resume        go on after an interruption
   hf-recurrent train recipe.yaml --dry-run                  sizes, memory and time, without data or network
@@ -124,6 +126,25 @@ class TrainArguments:
     eval_rows: int = option(64, "Rows of these validations, spread evenly; the last one takes all.")
     save_steps: int = option(1000, "Steps between checkpoints; 0: none, except after an interruption.")
     keep_checkpoints: int = option(2, "Checkpoints to keep, the newest ones.")
+    on_bad_loss: Literal["stop", "skip"] = option(
+        "stop",
+        "Where the loss or the gradient is not finite: stop, or skip the step. The weights stay as they were, and the "
+        "rows are named in bad_batches.jsonl.",
+    )
+    on_loss_spike: Literal["log", "skip", "stop"] = option(
+        "log", "Where the loss leaps: note the rows in bad_batches.jsonl and go on, or what --on-bad-loss does."
+    )
+    loss_spike_threshold: float = option(
+        10.0, "A leap is so many robust standard deviations above the median of the latest 128 steps; 0: none is."
+    )
+    max_skipped_steps: int = option(10, "Stop when so many steps in a row have been skipped.")
+    health_steps: int = option(
+        200,
+        "Steps between measurements of what each layer remembers (memory_1, memory_16 ... in metrics.jsonl); 0: none.",
+    )
+    log_with: list[str] = option(
+        [], "Send the metrics to these trackers as well: tensorboard, wandb, trackio ..., or all that are installed."
+    )
     license: str | None = option(None, "Licence of the model, for its card (hf-recurrent push): mit, apache-2.0 ...")
     language: list[str] = option([], "Languages of the corpus, for the model's card: en, de ...")
 
@@ -131,6 +152,8 @@ class TrainArguments:
         require(self, "max_steps", "batch_size", "gradient_accumulation_steps", "log_steps", at_least=1)
         require(self, "total_batch_size", at_least=1)
         require(self, "eval_rows", "keep_checkpoints", "bptt_chunk", at_least=1)
+        require(self, "max_skipped_steps", at_least=1)
+        require(self, "loss_spike_threshold", "health_steps", at_least=0)
         require(self, "num_epochs", "max_minutes", above=0)
         require(self, "learning_rate", "recurrence_learning_rate", above=0, at_most=1e38)  # float32's range
         require(self, "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_steps", at_least=0)
@@ -177,6 +200,9 @@ class TrainParser(Parser, HfArgumentParser):
             "file too, as `hidden_size: 256`; flags override the file.",
             epilog=EXAMPLES,
         )
+        for action in self._actions:
+            if action.const is False:  # --no-packing, which `--packing no` is as well
+                action.help = argparse.SUPPRESS
         self.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="settings, by the flags' names")
 
 
@@ -254,7 +280,7 @@ def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
         if isinstance(value, dict) or isinstance(value, list) != (get_origin(names[name].type) is list):
             raise CommandLineError(f"{path}: {key}: got {value!r}, expected {type_name(names[name])}")
         if isinstance(value, list):
-            argv += [flag(name), *map(str, value)] if value else []
+            argv += [flag(name), *map(_word, value)] if value else []
         elif value is False and name == "mixed_precision":
             argv.append(f"{flag(name)}=no")  # YAML reads a bare `no` as false
         elif isinstance(value, bool) and name == "resume":
@@ -262,6 +288,11 @@ def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
         else:
             argv.append(f"{flag(name)}={value}")
     return argv
+
+
+def _word(item: object) -> str:
+    """An item of a list in a YAML file as a word of the command line."""
+    return yaml.safe_dump(item, default_flow_style=True, width=10**9).strip() if isinstance(item, dict) else str(item)
 
 
 def to_yaml(model: ModelArguments, data: DataArguments, train: TrainArguments) -> str:

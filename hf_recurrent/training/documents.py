@@ -34,18 +34,57 @@ class Documents:
 
 
 @dataclass
-class Corpus:
-    """Documents to train on and to validate on.
+class Part:
+    """One source of a corpus.
 
     Args:
         description: one phrase for the user.
-        streaming: the training documents are too many to hold; they are read in shuffled order, tokenised on the way.
+        train: the documents to train on.
+        streaming: they are too many to hold; they are read in shuffled order, tokenised on the way.
+        weight: its share of the rows, in parts of the sum over all sources.
     """
 
     description: str
     train: Documents
-    validation: Documents | None
     streaming: bool = False
+    weight: float = 1.0
+
+
+@dataclass
+class Corpus:
+    """The sources to train on, and documents to validate on."""
+
+    parts: list[Part]
+    validation: Documents | None
+
+    @property
+    def description(self) -> str:
+        return self.parts[0].description if len(self.parts) == 1 else f"{len(self.parts)} sources"
+
+    @property
+    def train(self) -> Documents:
+        """The documents of all sources, one of each in turn while it lasts."""
+        return in_turn([part.train for part in self.parts])
+
+
+def chained(documents: list[Documents]) -> Documents:
+    """One after the other."""
+    return Documents(lambda epoch: itertools.chain.from_iterable(each.epoch(epoch) for each in documents))
+
+
+def in_turn(documents: list[Documents]) -> Documents:
+    """One document of each, again and again, until the last of them has ended."""
+
+    def read(epoch):
+        left = [each.epoch(epoch) for each in documents]
+        while left:
+            for each in list(left):
+                try:
+                    yield next(each)
+                except StopIteration:
+                    left.remove(each)
+
+    return Documents(read)
 
 
 def in_validation(key: str, share: float) -> bool:
