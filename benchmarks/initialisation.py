@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from hf_recurrent import FAMILIES, RecurrentConfig
 from hf_recurrent.files import replacing, write_whole
 from hf_recurrent.measure import machine, make_folder, positive
-from hf_recurrent.training.data import stdlib_documents
+from hf_recurrent.training.sources import stdlib_documents
 
 PANELS = {
     "residual": "Residual stream after each layer",

@@ -39,8 +39,9 @@ def run(argv: list[str]) -> int:
 
     from ..evaluation import measure_perplexity
     from ..evaluation.perplexity import save
-    from ..training.data import expand, file_documents, pieces
     from ..training.report import table
+    from ..training.sources import expand, file_documents
+    from ..training.tokens import pieces
 
     files = expand(args.data_files, "--data-files")
     if args.output is not None:

@@ -1,17 +1,18 @@
 """What `hf-recurrent train` can be told: three dataclasses, read from flags and from a YAML file."""
 
+import argparse
 import dataclasses
-import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal, get_origin
 
 import yaml
 from transformers import HfArgumentParser
 
-from ..cli.parser import LARGEST, CommandLineError, Parser
+from ..cli.parser import CommandLineError, Parser
 from ..messages import nearest
-from .tokenizer import DEFAULT_VOCAB_SIZE, LARGEST_VOCAB_SIZE
+from .data_arguments import DataArguments
+from .options import flag, option, require, type_name
 
 EXAMPLES = """\
 examples:
@@ -19,19 +20,13 @@ examples:
   hf-recurrent train --max-minutes 5 --hidden-size 256 --num-hidden-layers 4
   hf-recurrent train --data-files 'books/*.txt' --vocab-size 8192 --sequence-length 512
   hf-recurrent train --dataset roneneldan/TinyStories --streaming --max-steps 5000 --mixed-precision bf16
+  hf-recurrent train --sources '{data_files: [code.jsonl], weight: 0.7}' '{dataset: me/prose, weight: 0.3}'
   hf-recurrent train recipe.yaml --learning-rate 5e-4       a file's settings, one of them overridden
   hf-recurrent train runs/mingru/train.yaml --resume        go on after an interruption
   hf-recurrent train recipe.yaml --dry-run                  sizes, memory and time, without data or network
   hf-recurrent train recipe.yaml --resume auto              the same command, however often it is interrupted
   hf-recurrent train --model runs/mingru --data-files notes.txt --output-dir runs/notes
 """
-
-
-def option(default, help: str, **more):
-    """A dataclass field with its help text; a list becomes the default's factory."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help, **more})
-    return field(default=default, metadata={"help": help, **more})
 
 
 @dataclass
@@ -69,58 +64,6 @@ class ModelArguments:
         }
         if self.model is not None and given:
             raise ValueError(f"{flag(next(iter(given)))} describes a new model and cannot be given with --model")
-
-
-@dataclass
-class DataArguments:
-    _argument_group_name = "data"
-
-    data_files: list[str] = option(
-        [],
-        "Files or globs: .jsonl, .json and .parquet by --text-column, any other file as one document of text; "
-        ".gz, .bz2 and .xz are decompressed. (default: the source of Python's standard library)",
-    )
-    validation_files: list[str] = option([], "Files or globs to validate on, instead of a share of the corpus.")
-    dataset: str | None = option(None, "Dataset to load by `datasets`: a name on the Hub or a folder.")
-    dataset_config: str | None = option(None, "Configuration of --dataset.")
-    dataset_split: str = option("train", "Split of --dataset to train on.")
-    validation_split: str | None = option(
-        None,
-        "Split of --dataset to validate on (default: 'validation' where there is one, else a share of the documents).",
-    )
-    text_column: str = option("text", "Column that holds the text.")
-    streaming: bool = option(False, "Read --dataset while training instead of loading it.")
-    max_documents: int | None = option(None, "Use only the first so many documents.")
-    validation_share: float = option(
-        0.05,
-        "Share of the documents to validate on, chosen by a hash (where that leaves nothing, the last share of each "
-        "document); 0 for no validation.",
-    )
-    max_validation_documents: int | None = option(
-        None, "Validate on at most so many documents (default: all; with --streaming 500)."
-    )
-    tokenizer: str = option(
-        "bpe", "'bpe' (byte-level BPE trained on the corpus), 'bytes', or a tokenizer's folder or name on the Hub."
-    )
-    vocab_size: int | None = option(None, f"Vocabulary of the BPE (default: {DEFAULT_VOCAB_SIZE}).")
-    sequence_length: int = option(256, "Tokens in a row.")
-
-    def __post_init__(self):
-        if self.dataset and self.data_files:
-            raise ValueError("--dataset and --data-files cannot both be given")
-        for name in ("dataset_config", "validation_split"):
-            if getattr(self, name) is not None and not self.dataset:
-                raise ValueError(f"{flag(name)} belongs to --dataset, which is not given")
-        if self.streaming and not self.dataset:
-            raise ValueError("--streaming belongs to --dataset, which is not given")
-        if self.validation_split is not None and self.validation_files:
-            raise ValueError("--validation-split and --validation-files cannot both be given")
-        if self.vocab_size is not None and self.tokenizer != "bpe":
-            raise ValueError(f"--vocab-size belongs to --tokenizer bpe, which is {self.tokenizer}")
-        require(self, "max_documents", "max_validation_documents", at_least=1)
-        require(self, "vocab_size", at_least=1, at_most=LARGEST_VOCAB_SIZE)
-        require(self, "sequence_length", at_least=2)
-        require(self, "validation_share", at_least=0, below=1)
 
 
 @dataclass
@@ -183,6 +126,25 @@ class TrainArguments:
     eval_rows: int = option(64, "Rows of these validations, spread evenly; the last one takes all.")
     save_steps: int = option(1000, "Steps between checkpoints; 0: none, except after an interruption.")
     keep_checkpoints: int = option(2, "Checkpoints to keep, the newest ones.")
+    on_bad_loss: Literal["stop", "skip"] = option(
+        "stop",
+        "Where the loss or the gradient is not finite: stop, or skip the step. The weights stay as they were, and the "
+        "rows are named in bad_batches.jsonl.",
+    )
+    on_loss_spike: Literal["log", "skip", "stop"] = option(
+        "log", "Where the loss leaps: note the rows in bad_batches.jsonl and go on, or what --on-bad-loss does."
+    )
+    loss_spike_threshold: float = option(
+        10.0, "A leap is so many robust standard deviations above the median of the latest 128 steps; 0: none is."
+    )
+    max_skipped_steps: int = option(10, "Stop when so many steps in a row have been skipped.")
+    health_steps: int = option(
+        200,
+        "Steps between measurements of what each layer remembers (memory_1, memory_16 ... in metrics.jsonl); 0: none.",
+    )
+    log_with: list[str] = option(
+        [], "Send the metrics to these trackers as well: tensorboard, wandb, trackio ..., or all that are installed."
+    )
     license: str | None = option(None, "Licence of the model, for its card (hf-recurrent push): mit, apache-2.0 ...")
     language: list[str] = option([], "Languages of the corpus, for the model's card: en, de ...")
 
@@ -190,6 +152,8 @@ class TrainArguments:
         require(self, "max_steps", "batch_size", "gradient_accumulation_steps", "log_steps", at_least=1)
         require(self, "total_batch_size", at_least=1)
         require(self, "eval_rows", "keep_checkpoints", "bptt_chunk", at_least=1)
+        require(self, "max_skipped_steps", at_least=1)
+        require(self, "loss_spike_threshold", "health_steps", at_least=0)
         require(self, "num_epochs", "max_minutes", above=0)
         require(self, "learning_rate", "recurrence_learning_rate", above=0, at_most=1e38)  # float32's range
         require(self, "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_steps", at_least=0)
@@ -221,30 +185,6 @@ class TrainArguments:
         return size, mine // size
 
 
-def flag(name: str) -> str:
-    """The flag of a field."""
-    return "--" + name.replace("_", "-")
-
-
-def require(arguments, *names: str, above=None, at_least=None, below=None, at_most=LARGEST) -> None:
-    """Check numbers; None passes.
-
-    Raises:
-        ValueError: one is outside its bounds or not a number; the message names its flag.
-    """
-    bounds = [
-        ("above", operator.gt, above),
-        ("at least", operator.ge, at_least),
-        ("below", operator.lt, below),
-        ("at most", operator.le, at_most),
-    ]
-    for name in names:
-        value = getattr(arguments, name)
-        for words, holds, bound in bounds:
-            if value is not None and bound is not None and not holds(value, bound):
-                raise ValueError(f"{flag(name)} must be {words} {bound}, got {value}")
-
-
 # ---- parsing ---------------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +200,9 @@ class TrainParser(Parser, HfArgumentParser):
             "file too, as `hidden_size: 256`; flags override the file.",
             epilog=EXAMPLES,
         )
+        for action in self._actions:
+            if action.const is False:  # --no-packing, which `--packing no` is as well
+                action.help = argparse.SUPPRESS
         self.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="settings, by the flags' names")
 
 
@@ -337,7 +280,7 @@ def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
         if isinstance(value, dict) or isinstance(value, list) != (get_origin(names[name].type) is list):
             raise CommandLineError(f"{path}: {key}: got {value!r}, expected {type_name(names[name])}")
         if isinstance(value, list):
-            argv += [flag(name), *map(str, value)] if value else []
+            argv += [flag(name), *map(_word, value)] if value else []
         elif value is False and name == "mixed_precision":
             argv.append(f"{flag(name)}=no")  # YAML reads a bare `no` as false
         elif isinstance(value, bool) and name == "resume":
@@ -347,12 +290,9 @@ def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
     return argv
 
 
-def type_name(field: dataclasses.Field) -> str:
-    """What a field takes, in words."""
-    if get_origin(field.type) is list:
-        return "a list"
-    kinds = [kind.__name__ for kind in get_args(field.type) or (field.type,) if kind is not type(None)]
-    return {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}[kinds[0]]
+def _word(item: object) -> str:
+    """An item of a list in a YAML file as a word of the command line."""
+    return yaml.safe_dump(item, default_flow_style=True, width=10**9).strip() if isinstance(item, dict) else str(item)
 
 
 def to_yaml(model: ModelArguments, data: DataArguments, train: TrainArguments) -> str:

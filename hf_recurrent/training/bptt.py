@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..modeling import RecurrentCache
-from .data import IGNORED
+from ..modeling.model import IGNORED
 
 
 def chunks(batch: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:

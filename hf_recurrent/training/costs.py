@@ -1,10 +1,14 @@
-"""What training costs while it goes on: arithmetic, memory, and waiting for input."""
+"""What training costs: arithmetic, and what the machine could do of it; memory."""
 
+import functools
 import resource
 import sys
+import time
 
 import torch
 from torch import nn
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of Accelerate's mixed precision
 
 
 def flops_per_token(model: nn.Module) -> int:
@@ -19,3 +23,30 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@functools.cache
+def matrix_rate(device: str | None = None, dtype: torch.dtype = torch.float32, seconds: float = 0.15) -> float:
+    """FLOP/s of this machine: of the fastest of the square matrix products that fit into about so many seconds.
+
+    Args:
+        device: "cpu" or "cuda"; the faster one that there is when None.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    size = 4096 if device == "cuda" else 768
+    own = torch.Generator(device).manual_seed(0)  # training's random numbers are not to depend on this
+    a, b = torch.rand(2, size, size, device=device, generator=own).to(dtype)
+    a @ b
+    fastest, start = float("inf"), time.perf_counter()
+    while time.perf_counter() - start < seconds or fastest == float("inf"):
+        _wait(device)
+        before = time.perf_counter()
+        a @ b
+        _wait(device)
+        fastest = min(fastest, time.perf_counter() - before)
+    return 2 * size**3 / fastest
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

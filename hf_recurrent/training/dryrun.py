@@ -1,6 +1,5 @@
 """`hf-recurrent train --dry-run`: what a recipe asks for, counted without its data and without training."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..messages import counted
 from .arguments import DataArguments, ModelArguments, TrainArguments
+from .costs import matrix_rate
 from .model import check_folder, create_config
 from .report import table
 from .tokenizer import DEFAULT_VOCAB_SIZE, load_tokenizer
@@ -88,21 +88,6 @@ def count(model: PreTrainedModel, rows: int, length: int) -> Counts:
     del loss
     activations = sum(size for storage, size in kept.items() if storage not in weights)
     return Counts(parameters, counter.get_total_flops(), activations)
-
-
-def matrix_rate(seconds: float = 0.3) -> float:
-    """FLOP/s of float32 matrix products on this machine's fastest device, over about so many seconds."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = 4096 if device == "cuda" else 768
-    a, b = torch.rand(2, size, size, device=device)
-    a @ b
-    done, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        a @ b
-        if device == "cuda":
-            torch.cuda.synchronize()
-        done += 1
-    return done * 2 * size**3 / (time.perf_counter() - start)
 
 
 def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: TrainArguments) -> dict:

@@ -13,6 +13,8 @@ from ..files import UNFINISHED, existing, saving, sync, sync_tree, write_whole
 
 ARGUMENTS = "train.yaml"  # also the mark of a folder that `hf-recurrent train` wrote
 METRICS = "metrics.jsonl"
+BAD_BATCHES = "bad_batches.jsonl"
+TRACKERS = "trackers"  # what trackers write that keep files
 WEIGHTS = "model.safetensors"
 FILES = "files.json"  # of a checkpoint: the sizes of its files, by which a damaged one is told
 
@@ -87,8 +89,12 @@ class RunFolder:
         for later in self.checkpoints.glob("step-*"):
             if later > self.checkpoint(step):
                 self._remove(later)
-        lines = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
-        write_whole(self.path / METRICS, "".join(lines))
+        for name in (METRICS, BAD_BATCHES):
+            lines = [json.dumps(line) + "\n" for line in self._lines(name) if line["step"] <= step]
+            if lines or name == METRICS:
+                write_whole(self.path / name, "".join(lines))
+            else:
+                (self.path / name).unlink(missing_ok=True)
 
     def _entries(self) -> list[Path]:
         """What the folder holds, but for what a killed process left unfinished."""
@@ -98,7 +104,9 @@ class RunFolder:
     def _barely_begun(self) -> bool:
         """Whether the folder holds no more than a run that was killed before it had saved anything."""
         names = {path.name for path in self._entries()}
-        return names <= {ARGUMENTS, METRICS, self.checkpoints.name} and not any(self.checkpoints.glob("step-*"))
+        return names <= {ARGUMENTS, METRICS, BAD_BATCHES, TRACKERS, self.checkpoints.name} and not any(
+            self.checkpoints.glob("step-*")
+        )
 
     def kept(self) -> None:
         """Something whole has been saved: what it replaces can go."""
@@ -107,9 +115,12 @@ class RunFolder:
             self._previous = None
 
     def close(self) -> None:
-        """After a failure: where nothing has been saved, put the earlier run back, or leave nothing behind."""
+        """After a failure: where nothing has been saved, put the earlier run back, or leave nothing behind but, beside
+        the folder, what is known of bad batches."""
         if self.newest_checkpoint() is not None or (self.path / WEIGHTS).is_file():
             return
+        if self._previous is not None or (self.path / ARGUMENTS).is_file():
+            self._keep_bad_batches()
         if self._previous is not None:
             if self._previous.exists():  # else it has not moved yet
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -118,16 +129,25 @@ class RunFolder:
         elif (self.path / ARGUMENTS).is_file():
             shutil.rmtree(self.path, ignore_errors=True)
 
+    def _keep_bad_batches(self) -> None:
+        if (self.path / BAD_BATCHES).is_file():
+            beside = self.path.with_name(f"{self.path.name}.{BAD_BATCHES}")
+            os.replace(self.path / BAD_BATCHES, beside)
+            warnings.warn(f"the bad batches are named in {beside}", stacklevel=2)
+
     # ---- metrics
 
-    def log(self, line: dict) -> None:
-        """Append a line to `metrics.jsonl`."""
-        path = self.path / METRICS
+    def log(self, line: dict, name: str = METRICS) -> None:
+        """Append a line to `metrics.jsonl`, or to another file."""
+        path = self.path / name
         with saving(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def metrics(self) -> list[dict]:
-        path = self.path / METRICS
+        return self._lines(METRICS)
+
+    def _lines(self, name: str) -> list[dict]:
+        path = self.path / name
         if not path.is_file():
             return []
         lines = []

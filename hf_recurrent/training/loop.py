@@ -16,34 +16,33 @@ import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import saving, write_whole
 from ..messages import counted, first_line
+from ..modeling.model import IGNORED
 from . import checkpoints, costs
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
 from .bptt import backward_in_chunks
-from .data import (
-    IGNORED,
-    Corpus,
-    ShuffledRows,
-    StreamedRows,
-    ValidationRows,
-    concatenate,
-    encode,
-    load_corpus,
-    validation_rows,
-)
-from .folder import ARGUMENTS, RunFolder
+from .documents import Corpus
+from .folder import ARGUMENTS, BAD_BATCHES, TRACKERS, RunFolder
+from .health import health
+from .input import build_rows, first_texts, summary
+from .loss_policy import LossPolicy, Verdict
 from .model import check_folder, create_model, load_model
 from .optimizer import create_optimizer, learning_rate_ratio
+from .prefetch import Prefetcher
 from .report import Baselines, baselines, plot_loss, table
+from .sources import load_corpus
 from .tokenizer import DEFAULT_VOCAB_SIZE, byte_tokenizer, load_tokenizer, train_bpe
+from .tokens import largest_id
+from .trackers import check_trackers, finish_trackers, start_trackers
+from .validation import ValidationRows, validation_rows
 
-TOKENIZER_TRAINING_CHARACTERS = 100_000_000  # of the corpus's beginning; a BPE learns nothing more from more
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
+BEGINNING = 32  # tokens of a bad batch's rows that are told
 # What may differ between a checkpoint and the run that goes on from it. Everything else decides which run it is.
 FREE = {
     "output_dir",
@@ -58,7 +57,9 @@ FREE = {
 FREE |= {"compile", "cpu", "log_steps", "eval_steps", "eval_rows", "save_steps", "keep_checkpoints"}
 # How the rows of a step are shared out, which may differ; their number may not.
 FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size"}
-FREE |= {"license", "language"}
+# What is watched, and what is done about it.
+FREE |= {"on_bad_loss", "on_loss_spike", "loss_spike_threshold", "max_skipped_steps", "health_steps", "log_with"}
+FREE |= {"token_cache", "license", "language"}
 
 
 @dataclasses.dataclass
@@ -70,6 +71,8 @@ class State:
         rows: rows consumed of the endless shuffled order.
         seconds: time spent training, interruptions not counted.
         loss_sum, loss_steps: the losses since the latest line of metrics, and over how many steps.
+        recent_losses, skipped, skipped_in_row: what `LossPolicy` remembers: the latest losses, and how many steps have
+            been skipped in all and at last.
     """
 
     step: int = 0
@@ -77,6 +80,9 @@ class State:
     seconds: float = 0.0
     loss_sum: float = 0.0
     loss_steps: int = 0
+    recent_losses: list[float] = dataclasses.field(default_factory=list)
+    skipped: int = 0
+    skipped_in_row: int = 0
 
 
 def train(model_args: ModelArguments, data_args: DataArguments, train_args: TrainArguments) -> dict:
@@ -111,7 +117,12 @@ class Run:
             raise ValueError(f"--bptt-chunk must be at most --sequence-length {length}, got {chunk}")
         self.folder = RunFolder(train_args.output_dir)
         self.folder.check(overwrite=train_args.overwrite, resume=train_args.resume)
-        self.accelerator = Accelerator(mixed_precision=train_args.mixed_precision, cpu=train_args.cpu)
+        self.accelerator = Accelerator(
+            mixed_precision=train_args.mixed_precision,
+            cpu=train_args.cpu,
+            log_with=check_trackers(train_args.log_with) if train_args.log_with else None,
+            project_dir=str(self.folder.path / TRACKERS),
+        )
         self.accelerator.wait_for_everyone()  # every process has seen the folder as it was
         if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
             raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; on the CPU bf16 works")
@@ -125,17 +136,19 @@ class Run:
 
         corpus = load_corpus(data_args, train_args.seed)
         self.tokenizer = self._tokenizer(corpus, checkpoint)
-        self.rows = self._rows(corpus, data_args.sequence_length)
+        self.rows = build_rows(corpus, self.tokenizer, data_args, train_args.seed, visible=self.rank == 0)
         self.total_steps = self._total_steps()
         set_seed(train_args.seed)
         model = self._model()
         self.validation = self._validation_rows(corpus, data_args.sequence_length, model.config.vocab_size)
-        if saved is not None and saved["digest"] != self.rows.digest():
+        if saved is not None and saved["digest"] != self.rows.digest:
             raise ValueError(f"--resume: the corpus or its tokens have changed since {checkpoint} was written")
         set_seed(train_args.seed, device_specific=True)  # each process drops out its own units
 
         optimizer = create_optimizer(model, train_args, self.accelerator.device)
         self.flops_per_token = costs.flops_per_token(model)
+        self.peak = self._peak()
+        self.loss_policy = LossPolicy(train_args, self.accelerator, model, self.state)
         self.learning_rates = [group["lr"] for group in optimizer.param_groups]  # the highest, of each group
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         checkpoints.without_wrapper(self.accelerator)
@@ -166,27 +179,7 @@ class Run:
             return load_tokenizer(model_args.model)
         vocab_size = data_args.vocab_size or DEFAULT_VOCAB_SIZE
         self._print(f"training a tokenizer of {vocab_size:,} tokens on {corpus.description}")
-        return train_bpe(self._first_texts(corpus), vocab_size)
-
-    def _first_texts(self, corpus: Corpus) -> Iterator[str]:
-        seen = 0
-        hidden = self.rank != 0
-        with tqdm(
-            desc="reading for the tokenizer", unit="B", unit_scale=True, delay=2, leave=False, disable=hidden
-        ) as bar:
-            for text in corpus.train.texts():
-                yield text
-                bar.update(len(text))
-                seen += len(text)
-                if seen >= TOKENIZER_TRAINING_CHARACTERS:
-                    return
-
-    def _rows(self, corpus: Corpus, sequence_length: int) -> ShuffledRows | StreamedRows:
-        if corpus.streaming:
-            return StreamedRows(corpus.train, self.tokenizer, sequence_length)
-        description = "tokenising" if self.rank == 0 else None
-        stream = concatenate(encode(self.tokenizer, corpus.train.texts(), description))
-        return ShuffledRows(stream, sequence_length, self.args.seed)
+        return train_bpe(first_texts(corpus, visible=self.rank == 0), vocab_size)
 
     def _validation_rows(self, corpus: Corpus, sequence_length: int, vocab_size: int) -> ValidationRows | None:
         if corpus.validation is None:
@@ -205,7 +198,7 @@ class Run:
             epochs = 1
         if epochs is None:
             return args.max_steps
-        if isinstance(self.rows, StreamedRows):
+        if self.rows.per_epoch is None:
             raise ValueError("a stream's length is not known: with --streaming give --max-steps or --max-minutes")
         steps = math.ceil(epochs * self.rows.per_epoch / self.rows_per_step)
         return steps if args.max_steps is None else min(steps, args.max_steps)
@@ -213,9 +206,10 @@ class Run:
     def _model(self) -> PreTrainedModel:
         model_args, _, args = self.arguments
         model = create_model(model_args, self.tokenizer) if model_args.model is None else load_model(model_args.model)
-        if len(self.tokenizer) > model.config.vocab_size:
+        tokens = max(len(self.tokenizer), largest_id(self.tokenizer) + 1)
+        if tokens > model.config.vocab_size:
             raise ValueError(
-                f"the tokenizer does not fit the model: it has {len(self.tokenizer)} tokens, "
+                f"the tokenizer does not fit the model: it has {tokens} tokens, "
                 f"the model's vocabulary has {model.config.vocab_size}"
             )
         if args.gradient_checkpointing:
@@ -227,13 +221,12 @@ class Run:
 
     def _summary(self, corpus: Corpus) -> str:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        lines = [f"corpus      {corpus.description}"]
-        if isinstance(self.rows, ShuffledRows):
-            stream = self.rows.stream
-            tokens, documents = counted(len(stream.tokens), "token"), counted(len(stream.starts), "document")
-            lines[0] += f": {tokens} in {documents} to train on"
+        sources = summary(corpus, self.rows)
+        lines = [f"{'corpus' if number == 0 else '':<12}{source}" for number, source in enumerate(sources)]
         if self.validation is not None:
-            lines[0] += f", {counted(self.validation.targets, 'token')} in {self.validation.documents:,} to validate on"
+            lines[-1] += (
+                f", {counted(self.validation.targets, 'token')} in {self.validation.documents:,} to validate on"
+            )
         lines.append(f"tokenizer   {len(self.tokenizer):,} tokens")
         kind = self.accelerator.unwrap_model(self.model).config.model_type
         lines.append(f"model       {kind}, {parameters:,} parameters, on {self.accelerator.device.type}")
@@ -274,22 +267,37 @@ class Run:
 
     # ---- one step
 
-    def _batch(self, rows: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(value).to(self.accelerator.device) for name, value in rows.items()}
+    def _batch(self, rows: dict[str, np.ndarray | torch.Tensor]) -> dict[str, torch.Tensor]:
+        device = self.accelerator.device
+        return {name: torch.as_tensor(value).to(device, non_blocking=True) for name, value in rows.items()}
 
-    def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places(self, first: int) -> list[int]:
+        """Where each pass of this process begins, in a step whose rows begin at `first`."""
+        return [first + (number * self.processes + self.rank) * self.batch_size for number in range(self.passes)]
+
+    def _read(self, first: int) -> list[dict[str, torch.Tensor]]:
+        """This process's rows of the step that begins at `first`, for each pass, as they go to the device."""
+        pin = self.accelerator.device.type == "cuda"
+        batches = []
+        for place in self._places(first):
+            rows = {name: torch.from_numpy(value) for name, value in self.rows.take(place, self.batch_size).items()}
+            batches.append({name: rows[name].pin_memory() if pin else rows[name] for name in rows})
+        return batches
+
+    def _step(self) -> tuple[torch.Tensor | None, torch.Tensor]:
         """One optimiser step.
 
         Returns:
-            The loss, in nats per target token over the whole step's rows (this process's part of it, 0-dim), and the
-            norm of the gradient before clipping.
+            The loss, in nats per target token over the whole step's rows (this process's part of it, 0-dim; None where
+            the step has been skipped), and the norm of the gradient before clipping.
+
+        Raises:
+            FloatingPointError: the loss or the gradient is not finite, and that is not to be skipped.
         """
-        size, passes = self.batch_size, self.passes
-        batches, before = [], time.perf_counter()
-        for number in range(passes):
-            first = self.state.rows + (number * self.processes + self.rank) * size
-            batches.append(self._batch(self.rows.take(first, size)))
+        passes, before = self.passes, time.perf_counter()
+        batches = [self._batch(rows) for rows in self.input.next()]
         self.input_seconds += time.perf_counter() - before
+        self.loss_policy.before_step()
         # Every token counts alike, in whichever pass or process it is.
         targets = sum((batch["labels"] != IGNORED).sum() for batch in batches)
         if self.processes > 1:
@@ -309,11 +317,45 @@ class Run:
                 self.accelerator.backward(loss * self.processes)
             total += loss.detach()
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
-        self.optimizer.step()
+        verdict = self.loss_policy.judge(total, norm)
+        if verdict.fault is not None:
+            self._note_bad_batch(verdict, total, norm, batches)
+        if verdict.action == "stop":
+            raise self._diverged(verdict.fault, self.state.step + 1)
+        if verdict.action == "update":
+            self.optimizer.step()
+        else:
+            self.loss_policy.undo()
         self.optimizer.zero_grad()
         self.state.step += 1
         self.state.rows += self.rows_per_step
-        return total, norm
+        self.rows.release(self.state.rows)
+        self._measure_health(batches[0])
+        return (total if verdict.action == "update" else None), norm
+
+    def _note_bad_batch(self, verdict: Verdict, loss: torch.Tensor, norm: torch.Tensor, batches: list[dict]) -> None:
+        """Add what identifies the step's rows to `bad_batches.jsonl`."""
+        rows = []
+        for place, batch in zip(self._places(self.state.rows), batches, strict=True):
+            for row, ids in zip(self.rows.identify(place, self.batch_size), batch["input_ids"], strict=True):
+                rows.append(row | {"begins": self.tokenizer.decode(ids[:BEGINNING])})
+        mine = {"rank": self.rank, "loss": number(loss), "rows": rows}
+        line = {"step": self.state.step + 1, "fault": verdict.fault, "action": verdict.action}
+        line |= {"loss": number(verdict.loss), "grad_norm": number(norm), "processes": gather_object([mine])}
+        if self.accelerator.is_main_process:
+            self.folder.log(line, BAD_BATCHES)
+        if verdict.action == "skip":
+            self._print(f"step {line['step']}: {verdict.fault}: skipped, its rows are named in {BAD_BATCHES}")
+
+    def _measure_health(self, batch: dict[str, torch.Tensor]) -> None:
+        if self.args.health_steps and self.state.step % self.args.health_steps == 0:
+            self._log(health(self.model, batch, lambda values: self.accelerator.reduce(values, "sum")))
+
+    def _peak(self) -> float:
+        """FLOP/s that the devices of all processes reach in products of matrices of this run's precision."""
+        device, precision = self.accelerator.device, self.accelerator.mixed_precision
+        rate = costs.matrix_rate(device.type, costs.PRECISIONS.get(precision, torch.float32))
+        return self.accelerator.reduce(torch.tensor(rate, device=device), "sum").item()
 
     # ---- validation
 
@@ -355,6 +397,8 @@ class Run:
     def _log(self, values: dict) -> None:
         if self.accelerator.is_main_process:
             self.folder.log({"step": self.state.step} | values)
+        if self.args.log_with:
+            self.accelerator.log(values, self.state.step)
 
     # ---- saving
 
@@ -408,7 +452,7 @@ class Run:
                         "processes": self.processes,
                         "rows_per_step": self.rows_per_step,
                         "state": dataclasses.asdict(self.state),
-                        "digest": self.rows.digest(),
+                        "digest": self.rows.digest,
                     }
                     (temporary / "state.json").write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
                 self.accelerator.wait_for_everyone()
@@ -442,8 +486,12 @@ class Run:
                 else:
                     self.folder.open(to_yaml(*self.arguments))
             self.accelerator.wait_for_everyone()
+            if self.args.log_with:
+                settings = yaml.safe_load(to_yaml(*self.arguments))
+                start_trackers(self.accelerator, self.folder.path, settings, self.state.step)
             return self._train()
         finally:
+            finish_trackers(self.accelerator)
             if self.accelerator.is_main_process:
                 self.folder.close()
 
@@ -475,35 +523,43 @@ class Run:
         loss_sum = torch.tensor(state.loss_sum if self.rank == 0 else 0.0, device=self.accelerator.device)
         self.input_seconds = 0.0
         rate_step, rate_seconds = state.step, 0.0  # since the latest line of metrics, in steps alone
-        with self._bar() as bar:
+        self.rows.release(state.rows)
+        self.input = Prefetcher(self._read, state.rows, self.rows_per_step)
+        with self.input, self._bar() as bar:
             while not stop and self._progress(state.step, state.seconds) < 1:
                 self._set_learning_rate()
                 before = time.perf_counter()
                 loss, norm = self._step()
-                loss_sum += loss
-                state.loss_steps += 1
+                if loss is not None:
+                    loss_sum += loss
+                    state.loss_steps += 1
                 rate_seconds += time.perf_counter() - before
                 state.seconds, stop = self._agree(self._seconds(), interrupted())
                 finished = self._progress(state.step, state.seconds) >= 1
                 if state.step % args.log_steps == 0 or finished:
-                    value = self.accelerator.reduce(loss_sum, "sum").item() / state.loss_steps
-                    self._check_finite(value)
+                    value = self.accelerator.reduce(loss_sum, "sum").item() / max(state.loss_steps, 1)
                     tokens = self.rows_per_step * self.arguments[1].sequence_length
                     rate = (state.step - rate_step) * tokens / rate_seconds
+                    waiting = self.input_seconds / rate_seconds
                     self._log(
                         {
                             "tokens": state.step * tokens,
-                            "loss": value,
+                            **({"loss": value} if state.loss_steps else {}),
                             "lr": self.optimizer.param_groups[0]["lr"],
-                            "grad_norm": float(norm),
+                            **({} if loss is None else {"grad_norm": float(norm)}),
+                            **({"skipped_steps": state.skipped} if state.skipped else {}),
                             "tokens_per_second": round(rate, 1),
                             "model_flops_per_second": round(rate * self.flops_per_token),
-                            "input_share": round(self.input_seconds / rate_seconds, 4),
+                            "peak_share": float(f"{rate * self.flops_per_token / self.peak:.4g}"),
+                            "input_share": round(waiting, 4),
                             "peak_memory_bytes": costs.peak_memory(self.accelerator.device),
                             "elapsed": round(state.seconds, 3),
                         }
                     )
-                    bar.set_postfix_str(f"step {state.step}, loss {value:.3f}, {rate:,.0f} tokens/s", refresh=False)
+                    shown = (
+                        f"step {state.step}, loss {value:.3f}, {rate:,.0f} tokens/s, {waiting:.1%} waiting for input"
+                    )
+                    bar.set_postfix_str(shown, refresh=False)
                     loss_sum.zero_()
                     state.loss_steps, rate_step, rate_seconds, self.input_seconds = 0, state.step, 0.0, 0.0
                 bar.update(min(self._bar_position(), bar.total) - bar.n)
@@ -514,20 +570,16 @@ class Run:
                     self.save_checkpoint()
         return stop
 
-    def _check_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise self._diverged(f"the loss is {loss}")
-
     def _check_weights(self) -> None:
         """Raise rather than let a model that has broken down take the place of one that was saved before."""
         finite = [parameter.isfinite().all() for parameter in self.model.parameters()]
         broken = (~torch.stack(finite)).sum()
         if self.accelerator.reduce(broken, "sum").item():
-            raise self._diverged("the weights are no longer finite")
+            raise self._diverged("the weights are no longer finite", self.state.step)
 
-    def _diverged(self, what: str) -> FloatingPointError:
+    def _diverged(self, what: str, step: int) -> FloatingPointError:
         return FloatingPointError(
-            f"{what} at step {self.state.step}: try a --learning-rate smaller than {self.args.learning_rate}"
+            f"{what} at step {step}: try a --learning-rate smaller than {self.args.learning_rate}"
         )
 
     def _bar(self) -> tqdm:
@@ -582,6 +634,12 @@ class Run:
             + f"\nmetrics in {self.folder.path / 'metrics.jsonl'}, curve in {self.folder.path / 'loss.png'}"
         )
         return result
+
+
+def number(value: torch.Tensor | float) -> float | str:
+    """As JSON has it: what is not finite as text."""
+    value = float(value)
+    return value if math.isfinite(value) else str(value)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .data import ValidationRows
+from .validation import ValidationRows
 
 
 @dataclass

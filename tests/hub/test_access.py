@@ -5,8 +5,8 @@ import pytest
 from huggingface_hub import constants
 
 from hf_recurrent.hub import access
-from hf_recurrent.training.data import dataset_documents
 from hf_recurrent.training.model import check_folder
+from hf_recurrent.training.sources import dataset_documents
 from hf_recurrent.training.tokenizer import load_tokenizer
 
 

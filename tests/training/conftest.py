@@ -18,4 +18,7 @@ def own_datasets_cache(tmp_path_factory, monkeypatch):
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(
+        "hf_recurrent.training.token_cache.cache_folder", lambda: tmp_path_factory.getbasetemp() / "cache"
+    )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

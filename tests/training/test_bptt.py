@@ -8,9 +8,9 @@ import torch
 from accelerate import Accelerator
 
 from hf_recurrent import RecurrentCache, cli
+from hf_recurrent.modeling.model import IGNORED
 from hf_recurrent.training import TrainArguments
 from hf_recurrent.training.bptt import backward_in_chunks, chunks
-from hf_recurrent.training.data import IGNORED
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "modeling"))
 from families import FIRST, causal_lm, token_ids  # noqa: E402

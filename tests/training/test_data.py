@@ -9,30 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import ByT5Tokenizer
 
+from hf_recurrent.modeling.model import IGNORED
 from hf_recurrent.training.arguments import DataArguments
-from hf_recurrent.training.data import (
-    IGNORED,
-    Documents,
-    ShuffledRows,
-    StreamedRows,
-    TokenStream,
-    concatenate,
-    count_rows,
-    count_targets,
-    dataset_documents,
-    encode,
-    expand,
-    file_documents,
-    in_validation,
-    load_corpus,
-    pack,
-    pieces,
-    split,
-    stdlib_documents,
-    validation_rows,
-)
+from hf_recurrent.training.documents import Documents, in_validation, split
+from hf_recurrent.training.mixing import BLOCK, MixedRows
+from hf_recurrent.training.rows import ShuffledRows, StreamedRows, count_rows, count_targets, pack, pad
+from hf_recurrent.training.sources import dataset_documents, expand, file_documents, load_corpus, stdlib_documents
 from hf_recurrent.training.tokenizer import byte_tokenizer
+from hf_recurrent.training.tokens import TokenStream, concatenate, encode, pieces
+from hf_recurrent.training.validation import validation_rows
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 END = 256
@@ -126,13 +113,19 @@ def test_streamed_rows_are_those_of_the_whole_stream(texts, length):
         return
     expected = pack(stream, np.arange(count), length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_recurrent.training.data.BATCH", 1)  # a document at a time
+        patch.setattr("hf_recurrent.training.tokens.BATCH", 1)  # a document at a time
         rows = StreamedRows(documents(*texts), tokenizer, length)
         twice = rows.take(0, 2 * count)
+        assert not rows.target_counts(257).any()  # read, and not trained on yet
+        rows.release(2 * count)
         assert all(np.array_equal(twice[name], np.tile(value, (2, 1))) for name, value in expected.items())
-        later = StreamedRows(documents(*texts), tokenizer, length).take(count, count)
-        assert all(np.array_equal(later[name], value) for name, value in expected.items())
+        later = StreamedRows(documents(*texts), tokenizer, length)
+        later.release(count)  # as a run that goes on does
+        again = later.take(count, count)
+        assert all(np.array_equal(again[name], value) for name, value in expected.items())
+        later.release(2 * count)
     counts = rows.target_counts(257)
+    assert np.array_equal(later.target_counts(257), counts)
     assert counts.sum() == 2 * (expected["labels"] != IGNORED).sum()
     with pytest.raises(ValueError, match="have been read already"):
         rows.take(0, 1)
@@ -171,8 +164,8 @@ def test_pieces_are_the_text(text, size):
 
 
 def test_long_documents_are_tokenised_in_pieces(monkeypatch):
-    monkeypatch.setattr("hf_recurrent.training.data.pieces", lambda text: pieces(text, 5))
-    monkeypatch.setattr("hf_recurrent.training.data.BATCH", 20)
+    monkeypatch.setattr("hf_recurrent.training.tokens.pieces", lambda text: pieces(text, 5))
+    monkeypatch.setattr("hf_recurrent.training.tokens.BATCH", 20)
     texts = ["one two\nthree\n\nfour" * 3, "x", "five\n" * 9]
     stream = concatenate(encode(byte_tokenizer(), texts))
     expected = [[END, *text.encode(), END] for text in texts]
@@ -180,12 +173,47 @@ def test_long_documents_are_tokenised_in_pieces(monkeypatch):
     assert stream.starts.tolist() == np.cumsum([0, *map(len, expected[:-1])]).tolist()
 
 
+def test_padded_rows_are_one_document_each():
+    stream = TokenStream(np.array([9, 1, 2, 3, 9, 9, 4, 9, 9, 5, 6, 9], np.uint16), np.array([0, 5, 8]))
+    rows = pad(stream, np.array([2, 0, 1]), 4)
+    assert rows["input_ids"].tolist() == [[9, 5, 6, 9], [9, 1, 2, 3], [9, 4, 9, 9]]
+    assert rows["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]]
+    assert rows["labels"].tolist() == [[IGNORED, 5, 6, 9], [IGNORED, 1, 2, 3], [IGNORED, 4, 9, IGNORED]]
+    shuffled = ShuffledRows(stream, 4, seed=1, packing=False)
+    assert shuffled.per_epoch == 3
+    order = shuffled.numbers(0, 6)
+    assert sorted(order[:3]) == sorted(order[3:]) == [0, 1, 2]
+    assert np.array_equal(shuffled.take(0, 6)["labels"], pad(stream, order, 4)["labels"])
+    assert shuffled.identify(0, 1)[0]["documents"] == [order[0], order[0]]
+    streamed = StreamedRows(documents("ab", "abcdefg"), byte_tokenizer(), 6, packing=False)
+    taken = streamed.take(0, 3)  # into the second epoch
+    assert taken["attention_mask"].sum(1).tolist() == [4, 6, 4]
+    assert np.array_equal(taken["input_ids"][0], taken["input_ids"][2])
+
+
+def test_slow_tokenizers_tokenise_in_processes(monkeypatch):
+    tokenizer = ByT5Tokenizer()
+    assert not tokenizer.is_fast
+    monkeypatch.setattr("hf_recurrent.training.tokens.BATCH", 40)
+    texts = [f"text {n} </s> é" * (n % 5 + 1) for n in range(30)]
+    stream = concatenate(encode(tokenizer, texts))
+    expected = [[1, *(byte + 3 for byte in text.encode()), 1] for text in texts]
+    assert stream.tokens.tolist() == sum(expected, []) and len(stream.starts) == 30
+
+
+def test_what_a_tokenizer_was_saved_with_changes_nothing():
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    assert concatenate(encode(tokenizer, ["abcdef"])).tokens.tolist() == [END, *b"abcdef", END]
+
+
 def test_the_digest_sees_tokens_and_boundaries():
     tokens, starts = np.arange(9, dtype=np.uint16), np.array([0, 4])
-    digest = TokenStream(tokens, starts).digest()
-    assert digest == TokenStream(tokens.copy(), starts.copy()).digest()
-    assert digest != TokenStream(tokens[::-1], starts).digest()
-    assert digest != TokenStream(tokens, np.array([0, 5])).digest()
+    digest = TokenStream(tokens, starts).digest
+    assert digest == TokenStream(tokens.copy(), starts.copy()).digest
+    assert digest != TokenStream(tokens[::-1], starts).digest
+    assert digest != TokenStream(tokens, np.array([0, 5])).digest
 
 
 def test_validation_rows_hold_everything():
@@ -374,8 +402,149 @@ def test_load_corpus_from_files(tmp_path):
 
 
 def test_an_empty_corpus(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(ValueError, match="the corpus is empty: there is no text in .* \\(train\\)"):
+        load_corpus(DataArguments(dataset=str(tmp_path)), seed=0)
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "empty.jsonl").write_text("")
-    args = DataArguments(data_files=[str(tmp_path / "empty.*")])
-    with pytest.raises(ValueError, match="the corpus is empty: there is no text in 2 files"):
+    args = DataArguments(data_files=[str(tmp_path / "empty.*")], skip_unreadable_files=True)
+    with (
+        pytest.warns(UserWarning, match="empty.txt: the file is empty; left out"),
+        pytest.raises(ValueError, match="the corpus is empty: there is no text in .*empty.txt"),
+    ):
         load_corpus(args, seed=0)
+
+
+# ---- several sources, damaged ones -----------------------------------------------------------------------------------
+
+
+def test_several_sources(dataset_folder, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"a {n}"}) + "\n" for n in range(40)))
+    sources = [
+        {"data_files": [str(tmp_path / "a.jsonl")], "weight": 3, "max_documents": 30},
+        f"{{dataset: {dataset_folder}, text_column: content, streaming: true}}",
+    ]
+    args = DataArguments(sources=sources, validation_share=0.2)
+    corpus = load_corpus(args, seed=0)
+    assert [part.weight for part in corpus.parts] == [3, 1] and [part.streaming for part in corpus.parts] == [
+        False,
+        True,
+    ]
+    first, second = (texts_of(part.train) for part in corpus.parts)
+    assert len(second) == 30 and set(first) <= {f"a {n}" for n in range(30)}
+    held_out = texts_of(corpus.validation)
+    assert held_out[-3:] == ["validation 0", "validation 1", "validation 2"]  # the dataset's own
+    assert sorted(first + held_out[:-3]) == sorted(f"a {n}" for n in range(30))
+    assert texts_of(corpus.train)[:4] == [first[0], second[0], first[1], second[1]]
+    assert sorted(texts_of(corpus.train)) == sorted(first + second)
+    assert corpus.description == "2 sources"
+    given = DataArguments(sources=sources, validation_files=[str(tmp_path / "a.jsonl")], max_validation_documents=2)
+    corpus = load_corpus(given, seed=0)
+    assert texts_of(corpus.validation) == ["a 0", "a 1"] and len(texts_of(corpus.parts[0].train)) == 30
+
+
+def stream_of(value, length):
+    return TokenStream(np.full(length, value, np.uint16), np.array([0, length // 2]))
+
+
+def test_mixed_rows_are_each_sources_own_order_in_the_shares_asked_for():
+    parts = [ShuffledRows(TokenStream(np.arange(9 + 40 * n, dtype=np.uint16) + 1000 * n, np.array([0])), 5, seed=n)
+             for n in range(3)]  # fmt: skip
+    mix = MixedRows(parts, [1, 2, 7], seed=4)
+    count = 3 * BLOCK // 2  # over the border of two blocks
+    sources = mix.sources(0, count)
+    np.testing.assert_allclose(np.bincount(sources) / count, [0.1, 0.2, 0.7], atol=0.005)
+    chosen = [0, 1, BLOCK - 3, BLOCK, count - 10]
+    for first in chosen:
+        taken = mix.take(first, 10)["input_ids"]
+        for row, place in zip(taken, range(first, first + 10), strict=True):
+            source = sources[place]
+            before = int((sources[:place] == source).sum())
+            assert np.array_equal(row, parts[source].take(before, 1)["input_ids"][0])
+    fresh = MixedRows(parts, [10, 20, 70], seed=4)  # going on: nothing but the position is known
+    assert np.array_equal(fresh.take(count - 10, 10)["input_ids"], mix.take(count - 10, 10)["input_ids"])
+    assert fresh.digest == mix.digest and fresh.per_epoch == sum(part.per_epoch for part in parts)
+    other = MixedRows(parts, [1, 2, 7], seed=5)
+    assert not np.array_equal(other.sources(0, 100), sources[:100])
+
+
+def test_mixing_streams_with_others():
+    texts = [f"stream {n}" for n in range(50)]
+    alone = StreamedRows(documents(*texts), byte_tokenizer(), 7)
+    mix = MixedRows([StreamedRows(documents(*texts), byte_tokenizer(), 7), ShuffledRows(stream_of(65, 100), 7, seed=0)],
+                    [1, 1], seed=0)  # fmt: skip
+    assert mix.per_epoch is None
+    sources = mix.sources(0, 60)
+    rows = np.concatenate([mix.take(first, 20)["input_ids"] for first in (0, 20, 40)])
+    assert np.array_equal(rows[sources == 0], alone.take(0, int((sources == 0).sum()))["input_ids"])
+    assert (rows[sources == 1] == 65).all()
+    mix.release(60)
+    counts = mix.target_counts(300)
+    assert counts[65] == pytest.approx(counts.sum() / 2)
+    mine = [row for row in mix.identify(0, 60) if "documents" in row]
+    assert len(mine) == (sources == 1).sum()
+
+
+def test_rows_say_what_they_are():
+    stream = TokenStream(np.arange(20, dtype=np.uint16), np.array([0, 3, 9, 10]))
+    rows = ShuffledRows(stream, 5, seed=0, name="a.txt")
+    for row in rows.identify(0, rows.per_epoch):
+        first, last = row["documents"]
+        start = row["row"] * 4
+        assert row["source"] == "a.txt"
+        assert stream.starts[first] <= start and (first == 3 or start < stream.starts[first + 1])
+        assert stream.starts[last] <= start + 4 and (last == 3 or start + 4 < stream.starts[last + 1])
+
+
+def test_unreadable_files_are_left_out_if_asked_for(tmp_path):
+    write_files(tmp_path)
+    good = texts_of(file_documents([str(tmp_path / "b.jsonl")], "text"))
+    parquet = (tmp_path / "h.parquet").read_bytes()
+    bad = {
+        "cut.parquet": parquet[: len(parquet) // 2],
+        "empty.jsonl": b"",
+        "no_text.jsonl": b'{"text": ""}\n',
+        "cut.jsonl.gz": (tmp_path / "d.jsonl.gz").read_bytes()[:-12],
+        "cut.txt.gz": (tmp_path / "e.txt.gz").read_bytes()[:-4],
+        "late.jsonl": b'{"text": "good"}\n' * 3 + b"{",
+    }
+    for name, content in bad.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=str(tmp_path / name)):
+            load_corpus(DataArguments(data_files=[str(tmp_path / name)], validation_share=0), 0).train.head(9).texts()
+            texts_of(file_documents([str(tmp_path / name)], "text"))
+    files = [str(tmp_path / name) for name in ["b.jsonl", *bad]]
+    with pytest.warns(UserWarning) as warned:
+        corpus = load_corpus(DataArguments(data_files=files, skip_unreadable_files=True, validation_share=0), 0)
+    assert texts_of(corpus.train) == good
+    messages = [str(warning.message) for warning in warned]
+    assert len(messages) == len(bad)
+    for name, message in zip(bad, messages, strict=True):
+        assert message.startswith(f"{tmp_path / name}: ") and message.endswith("; left out")
+    (tmp_path / "other.jsonl").write_text('{"txt": "a"}\n')  # this is a mistake, not damage
+    with pytest.raises(ValueError, match="other.jsonl: no column 'text'"):
+        load_corpus(DataArguments(data_files=[str(tmp_path / "other.jsonl")], skip_unreadable_files=True), 0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_damaged_shards_of_a_dataset_are_named(tmp_path, streaming):
+    import pyarrow
+    import pyarrow.parquet
+
+    for number in range(3):
+        table = pyarrow.table({"text": [f"document {number} {n}" for n in range(5)]})
+        pyarrow.parquet.write_table(table, tmp_path / f"train-{number}.parquet")
+    shard = tmp_path / "train-1.parquet"
+    whole = shard.read_bytes()
+    args = DataArguments(dataset=str(tmp_path), streaming=streaming)
+    for content, message in ((b"", "the file is empty"), (whole[:-20], "cannot be read as parquet")):
+        shard.write_bytes(content)
+        with pytest.raises(ValueError, match=f"--dataset {tmp_path}: {shard}: {message}"):
+            load_corpus(args, seed=0)
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), shard)
+    with pytest.raises(ValueError, match=f"{shard}: there is no text in it"):
+        load_corpus(args, seed=0)
+    damaged = bytearray(whole)
+    damaged[4:40] = bytes(36)  # the footer is whole, the first page is not
+    shard.write_bytes(damaged)
+    with pytest.raises(ValueError, match=f"--dataset {tmp_path}: .*"):
+        texts_of(load_corpus(args, seed=0).parts[0].train)

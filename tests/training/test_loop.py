@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_recurrent  # noqa: F401  (registers the families)
 from hf_recurrent import cli
+from hf_recurrent.modeling.model import IGNORED
 from hf_recurrent.training import TrainArguments, arguments
-from hf_recurrent.training.data import IGNORED
 from hf_recurrent.training.loop import Run
 from hf_recurrent.training.model import families
 from hf_recurrent.training.optimizer import create_optimizer, learning_rate_ratio
@@ -93,7 +93,7 @@ def test_the_default_corpus_from_end_to_end(tmp_path, capsys):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines if "validation_loss" in line] == [0, 3, 6]
-    costs = {"tokens_per_second", "model_flops_per_second", "input_share", "peak_memory_bytes"}
+    costs = {"tokens_per_second", "model_flops_per_second", "peak_share", "input_share", "peak_memory_bytes"}
     assert set(lines[1]) == {"step", "tokens", "loss", "lr", "grad_norm", "elapsed"} | costs
     assert 0 < lines[1]["input_share"] < 1 and lines[1]["peak_memory_bytes"] > 2**24
     weights = 2 * (16 * 2 * 32 + 32 * 16 + 2 * 16 * 64) + 16 * 400
@@ -349,7 +349,17 @@ def test_ctrl_c_while_the_earlier_run_moves_aside(train, monkeypatch, tmp_path):
 
 def start(tmp_path, *flags, **more):
     """`hf-recurrent train` in a process of its own."""
-    command = [sys.executable, "-m", "hf_recurrent", "train", *TINY, "--output-dir", "run", *map(str, flags)]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_recurrent",
+        "train",
+        *TINY,
+        "--no-token-cache",
+        "--output-dir",
+        "run",
+        *map(str, flags),
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
     return subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, **more)
 
@@ -399,8 +409,10 @@ def test_weights_that_are_not_finite_replace_nothing(train, capsys):
     run = train(*common, "--max-steps", 2)
     before = weights(run)
     train(*diverging, 20, "--overwrite", status=2)
-    assert "the weights are no longer finite at step 20" in capsys.readouterr().err
-    assert same(weights(run), before)
+    assert "the loss is nan at step 2: try a --learning-rate smaller than 1e+30" in capsys.readouterr().err
+    assert same(weights(run), before) and not (run / "bad_batches.jsonl").exists()
+    beside = run.with_name("run.bad_batches.jsonl")
+    assert json.loads(beside.read_text())["step"] == 2
 
     # Checkpoints of the run's own beginning stay, and none after it has broken down is written.
     run = train(*diverging, 1, "--keep-checkpoints", 1, name="other", status=2)

@@ -18,7 +18,7 @@ import hf_recurrent
 # Documents of different lengths: rows, and so the parts of each process, have different numbers of targets.
 DOCUMENTS = "".join(json.dumps({"text": "x" * (n % 23) + "def y(z):" * (n % 5) + "."}) + "\n" for n in range(240))
 TINY = "--hidden-size 16 --num-hidden-layers 2 --sequence-length 32 --tokenizer bytes --cpu --log-steps 1".split()
-TINY += "--validation-share 0.2 --eval-rows 6 --learning-rate 1e-2 --max-grad-norm 0.5".split()
+TINY += "--no-token-cache --validation-share 0.2 --eval-rows 6 --learning-rate 1e-2 --max-grad-norm 0.5".split()
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ import math
 import numpy as np
 import pytest
 
-from hf_recurrent.training.data import Documents, validation_rows
+from hf_recurrent.training.documents import Documents
 from hf_recurrent.training.report import baselines, plot_loss, smooth, table
 from hf_recurrent.training.tokenizer import byte_tokenizer
+from hf_recurrent.training.validation import validation_rows
 
 
 @pytest.fixture

@@ -1,0 +1,77 @@
+"""A corpus as the rows that a run reads."""
+
+from collections.abc import Iterator
+
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from ..messages import counted
+from .data_arguments import DataArguments
+from .documents import Corpus, Part
+from .mixing import MixedRows
+from .rows import ShuffledRows, StreamedRows
+from .token_cache import tokenised
+
+TOKENIZER_TRAINING_CHARACTERS = 100_000_000  # of the corpus's beginning; a BPE learns nothing more from more
+
+Rows = ShuffledRows | StreamedRows | MixedRows
+
+
+def build_rows(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, args: DataArguments, seed: int, visible: bool = True
+) -> Rows:
+    """Tokenise what is not streamed.
+
+    Args:
+        visible: whether to show progress.
+
+    Raises:
+        ValueError: a source is shorter than one row.
+    """
+    # Each source is shuffled in its own way.
+    parts = [_part(part, tokenizer, args, seed + number, visible) for number, part in enumerate(corpus.parts)]
+    return parts[0] if len(parts) == 1 else MixedRows(parts, [part.weight for part in corpus.parts], seed)
+
+
+def _part(part: Part, tokenizer, args: DataArguments, seed: int, visible: bool) -> ShuffledRows | StreamedRows:
+    length, packing, name = args.sequence_length, args.packing, part.description
+    if part.streaming:
+        return StreamedRows(part.train, tokenizer, length, packing, name)
+    stream = tokenised(tokenizer, part.train, "tokenising" if visible else None, cache=args.token_cache)
+    return ShuffledRows(stream, length, seed, packing, name)
+
+
+def first_texts(corpus: Corpus, visible: bool = True) -> Iterator[str]:
+    """Texts to train a tokenizer on."""
+    seen = 0
+    with tqdm(
+        desc="reading for the tokenizer", unit="B", unit_scale=True, delay=2, leave=False, disable=not visible
+    ) as bar:
+        for text in corpus.train.texts():
+            yield text
+            bar.update(len(text))
+            seen += len(text)
+            if seen >= TOKENIZER_TRAINING_CHARACTERS:
+                return
+
+
+def summary(corpus: Corpus, rows: Rows) -> list[str]:
+    """A line for each source."""
+    parts = rows.parts if isinstance(rows, MixedRows) else [rows]
+    shares = rows.shares.tolist() if isinstance(rows, MixedRows) else [1.0]
+    return [
+        part.description + _size(read) + (f", {share:.1%} of the rows" if len(parts) > 1 else "")
+        for part, read, share in zip(corpus.parts, parts, shares, strict=True)
+    ]
+
+
+def _size(rows: ShuffledRows | StreamedRows) -> str:
+    if isinstance(rows, StreamedRows):
+        return ""
+    stream, length = rows.stream, rows.sequence_length
+    text = f": {counted(len(stream.tokens), 'token')} in {counted(len(stream.starts), 'document')} to train on"
+    if not rows.packing:
+        kept = stream.lengths.clip(max=length)
+        cut, padding = (stream.lengths > length).sum(), 1 - kept.sum() / (length * len(kept))
+        text += f", {counted(int(cut), 'document')} cut off, {padding:.1%} of the rows padding"
+    return text

@@ -1,0 +1,256 @@
+"""Token streams to rows: packed ones, in which documents never see each other, or one for each document.
+
+A packed row is `sequence_length` consecutive tokens of the stream, and the next row begins with the last token of this
+one, so that every token is predicted in exactly one row. At a document's first token `position_ids` restart at 0, where
+the model drops its state, and the label is -100: nothing is predicted across a boundary.
+"""
+
+import collections
+import copy
+import itertools
+import threading
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..modeling.model import IGNORED
+from .documents import Documents
+from .tokens import TokenStream, concatenate, encode, largest_id
+
+
+def pack(stream: TokenStream, rows: np.ndarray, sequence_length: int) -> dict[str, np.ndarray]:
+    """Rows of a stream.
+
+    Row r holds the tokens r (L - 1) ... r (L - 1) + L - 1 of the stream, L = `sequence_length`.
+
+    Args:
+        rows: (B,) row numbers.
+
+    Returns:
+        `input_ids`, `position_ids` and `labels`, each (B, L) int64. `position_ids` count from the document's first
+        token, or from the row's where the document began before it. `labels` are in place (the model shifts them) and
+        -100 where `position_ids` are 0: no row predicts its first token, nor the first token of a document.
+    """
+    first = rows[:, None] * (sequence_length - 1)
+    index = first + np.arange(sequence_length)
+    document = stream.starts[np.searchsorted(stream.starts, index, side="right") - 1]
+    position_ids = index - np.maximum(document, first)
+    input_ids = stream.tokens[index].astype(np.int64)
+    return {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "labels": np.where(position_ids == 0, IGNORED, input_ids),
+    }
+
+
+def count_rows(stream: TokenStream, sequence_length: int) -> int:
+    """How many whole rows a stream holds."""
+    return max(0, (len(stream.tokens) - 1) // (sequence_length - 1))
+
+
+def pad(stream: TokenStream, documents: np.ndarray, sequence_length: int) -> dict[str, np.ndarray]:
+    """A row for each document, of its first `sequence_length` tokens, or of all and padding behind them.
+
+    Args:
+        documents: (B,) numbers of documents in the stream.
+
+    Returns:
+        What `pack` does, and `attention_mask`, (B, L) int64, 0 at padding, where `labels` are -100. Padding has the
+        token that ends documents.
+    """
+    columns, first = np.arange(sequence_length), stream.starts[documents][:, None]
+    real = columns < stream.lengths[documents][:, None]
+    input_ids = stream.tokens[np.where(real, first + columns, len(stream.tokens) - 1)].astype(np.int64)
+    return {
+        "input_ids": input_ids,
+        "position_ids": np.broadcast_to(columns, input_ids.shape).copy(),
+        "labels": np.where(real & (columns > 0), input_ids, IGNORED),
+        "attention_mask": real.astype(np.int64),
+    }
+
+
+def count_targets(stream: TokenStream, vocab_size: int) -> np.ndarray:
+    """How often each token is a target, (V,) int64: every token of the stream but the documents' first ones is."""
+    counts = np.bincount(stream.tokens, minlength=vocab_size)
+    return counts - np.bincount(stream.tokens[stream.starts], minlength=vocab_size)
+
+
+def _too_short(tokens: int, sequence_length: int) -> ValueError:
+    return ValueError(
+        f"the corpus is shorter than one row: {tokens} tokens for training, --sequence-length {sequence_length}"
+    )
+
+
+class ShuffledRows:
+    """Rows of a stream in an endless order: permutations of all rows, each a function of the seed and the epoch.
+
+    Args:
+        packing: rows as `pack` makes them; False for those of `pad`.
+        name: of the source, for `identify`.
+
+    Raises:
+        ValueError: the stream is shorter than one row.
+    """
+
+    def __init__(self, stream: TokenStream, sequence_length: int, seed: int, packing: bool = True, name: str = ""):
+        self.stream = stream
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.name = name
+        self.packing = packing
+        self.per_epoch = count_rows(stream, sequence_length) if packing else len(stream.starts)
+        if self.per_epoch == 0:
+            raise _too_short(len(stream.tokens), sequence_length)
+        self._order = (-1, np.empty(0, np.int64))  # the latest epoch and its permutation
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        latest, order = self._order
+        if latest != epoch:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.per_epoch)
+            self._order = (epoch, order)
+        return order
+
+    def numbers(self, first: int, count: int) -> np.ndarray:
+        """Which rows of the stream the rows `first` ... `first + count - 1` of the endless order are."""
+        places = np.arange(first, first + count)
+        rows = np.empty(count, np.int64)
+        for epoch in range(first // self.per_epoch, (first + count - 1) // self.per_epoch + 1):
+            here = places // self.per_epoch == epoch
+            rows[here] = self._permutation(epoch)[places[here] % self.per_epoch]
+        return rows
+
+    def take(self, first: int, count: int) -> dict[str, np.ndarray]:
+        """The rows `first` ... `first + count - 1` of the endless order, as `pack` or `pad` give them."""
+        layout = pack if self.packing else pad
+        return layout(self.stream, self.numbers(first, count), self.sequence_length)
+
+    def identify(self, first: int, count: int) -> list[dict]:
+        """What these rows are: the source, the row's number in it, and the first and last document, counted from 0
+        among the source's training documents."""
+        found = []
+        for number in self.numbers(first, count).tolist():
+            documents = [number, number]
+            if self.packing:
+                ends = number * (self.sequence_length - 1) + np.array([0, self.sequence_length - 1])
+                documents = (np.searchsorted(self.stream.starts, ends, side="right") - 1).tolist()
+            found.append({"source": self.name, "row": number, "documents": documents})
+        return found
+
+    def release(self, used: int) -> None:
+        """Rows before the number `used` have been trained on."""
+
+    @property
+    def digest(self) -> str:
+        return self.stream.digest
+
+    def target_counts(self, vocab_size: int) -> np.ndarray:
+        return count_targets(self.stream, vocab_size)
+
+
+class StreamedRows:
+    """Rows of documents that are read and tokenised on the way, epoch after epoch, without end.
+
+    Rows come in the order of the stream. Going on from a later place reads what lies before it again.
+
+    Args:
+        packing, name: as for `ShuffledRows`.
+
+    Raises:
+        ValueError: an epoch is shorter than one row.
+    """
+
+    per_epoch = None  # nobody knows
+    digest = "streaming"  # nothing is known of what has not been read
+
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: PreTrainedTokenizerBase,
+        sequence_length: int,
+        packing: bool = True,
+        name: str = "",
+    ):
+        self.documents = documents
+        self.tokenizer = copy.deepcopy(
+            tokenizer
+        )  # a fast one is not to be used by two threads, of which this may be one
+        self.sequence_length = sequence_length
+        self.packing = packing
+        self.name = name
+        rows = self._read()
+        # The first one now: a corpus that is too short is said at once.
+        self._rows = itertools.chain([next(rows)], rows)
+        self._position = self._used = 0
+        self._unused: collections.deque = collections.deque()  # labels of rows that have been read, and not trained on
+        self._counts = np.zeros(largest_id(tokenizer) + 1, np.int64)
+        self._lock = threading.Lock()  # rows may be taken in one thread and released in another
+
+    def _read(self) -> Iterator[dict[str, np.ndarray]]:
+        """Each row, (1, L) arrays, epoch after epoch."""
+        for epoch in itertools.count():
+            texts = (text for _, text in self.documents.epoch(epoch))
+            yield from (self._packed if self.packing else self._padded)(encode(self.tokenizer, texts))
+
+    def _packed(self, parts: Iterable[TokenStream]) -> Iterator[dict[str, np.ndarray]]:
+        """The last tokens of an epoch that fill no row are left out."""
+        rest = None
+        rows_seen = 0
+        for part in parts:
+            stream = part if rest is None else concatenate([rest, part])
+            rows = count_rows(stream, self.sequence_length)
+            for row in range(rows):
+                yield pack(stream, np.array([row]), self.sequence_length)
+            rows_seen += rows
+            used = rows * (self.sequence_length - 1)
+            starts = stream.starts[stream.starts > used] - used
+            # What is left begins where the next row does: position 0 there, whichever document it is in.
+            rest = TokenStream(stream.tokens[used:], np.concatenate([np.zeros(1, np.int64), starts]))
+        if rows_seen == 0:
+            raise _too_short(0 if rest is None else len(rest.tokens), self.sequence_length)
+
+    def _padded(self, parts: Iterable[TokenStream]) -> Iterator[dict[str, np.ndarray]]:
+        empty = True
+        for part in parts:
+            for document in range(len(part.starts)):
+                yield pad(part, np.array([document]), self.sequence_length)
+                empty = False
+        if empty:
+            raise _too_short(0, self.sequence_length)
+
+    def take(self, first: int, count: int) -> dict[str, np.ndarray]:
+        """The rows `first` ... `first + count - 1`, as `pack` or `pad` give them. `first` may not go back."""
+        if first < self._position:
+            raise ValueError(f"rows before {self._position} have been read already, asked for {first}")
+        for _ in range(first - self._position):
+            self._next()
+        rows = [self._next() for _ in range(count)]
+        return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+
+    def _next(self) -> dict[str, np.ndarray]:
+        row = next(self._rows)
+        with self._lock:
+            if self._position < self._used:
+                self._count(row["labels"])
+            else:
+                self._unused.append(row["labels"])
+            self._position += 1
+        return row
+
+    def _count(self, labels: np.ndarray) -> None:
+        self._counts += np.bincount(labels[labels != IGNORED], minlength=len(self._counts))
+
+    def identify(self, first: int, count: int) -> list[dict]:
+        """The source, and the row's number in it, counted through all epochs."""
+        return [{"source": self.name, "row": row} for row in range(first, first + count)]
+
+    def release(self, used: int) -> None:
+        """Rows before the number `used` have been trained on."""
+        with self._lock:
+            for _ in range(min(used - self._used, len(self._unused))):
+                self._count(self._unused.popleft())
+            self._used = used
+
+    def target_counts(self, vocab_size: int) -> np.ndarray:
+        """Counts over the rows that have been trained on."""
+        return np.pad(self._counts, (0, vocab_size - len(self._counts)))

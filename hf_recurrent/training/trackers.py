@@ -1,0 +1,59 @@
+"""Metrics sent to the trackers that Accelerate knows: TensorBoard, Weights & Biases, Trackio and others."""
+
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+from ..messages import first_line, nearest
+
+PACKAGES = {"comet_ml": "comet-ml"}  # where a tracker's package is not called as the tracker is
+
+
+def check_trackers(names: list[str]) -> list[str]:
+    """The trackers to use; for "all" those that are installed.
+
+    Raises:
+        ValueError: no such tracker, or its package is not installed.
+    """
+    installed = [str(name) for name in get_available_trackers()]
+    for name in names:
+        if name != "all" and name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(f"--log-with {name}: no such tracker{nearest(name, sorted(LOGGER_TYPE_TO_CLASS))}")
+        if name != "all" and name not in installed:
+            raise ValueError(f"--log-with {name}: it is not installed: pip install {PACKAGES.get(name, name)}")
+    if "all" not in names:
+        return list(dict.fromkeys(names))
+    if not installed:
+        raise ValueError(f"--log-with all: none is installed of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
+    return sorted(installed)
+
+
+def start_trackers(accelerator: Accelerator, folder: Path, settings: dict, step: int) -> None:
+    """Begin a run named as the folder is, with its settings.
+
+    Args:
+        step: where the run goes on from; what a killed run has sent of later steps is dropped where that is possible.
+
+    Raises:
+        ValueError: a tracker cannot be started (no network, no account).
+    """
+    options = {
+        "tensorboard": {"purge_step": step + 1 if step else None},
+        "wandb": {"name": folder.name, "dir": str(folder)},
+        "trackio": {"name": folder.name},
+    }
+    simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()}
+    try:
+        accelerator.init_trackers(
+            "hf_recurrent", simple, {name: options.get(name, {}) for name in accelerator.log_with}
+        )
+    except Exception as error:  # each tracker has its own kinds
+        accelerator.trackers = []  # one that has not begun cannot be finished
+        names = ", ".join(map(str, accelerator.log_with))
+        raise ValueError(f"--log-with: {names} cannot be started: {first_line(error)}") from error
+
+
+def finish_trackers(accelerator: Accelerator) -> None:
+    for tracker in getattr(accelerator, "trackers", []):
+        tracker.finish()

@@ -1,0 +1,83 @@
+import json
+
+import pytest
+from accelerate.tracking import TensorBoardTracker
+from tensorboardX.proto.event_pb2 import Event
+
+from hf_recurrent import cli
+from hf_recurrent.training import trackers
+
+TINY = (
+    "--hidden-size 16 --num-hidden-layers 2 --sequence-length 32 --batch-size 4 --log-steps 1 --tokenizer bytes".split()
+)
+TINY += "--eval-steps 2 --health-steps 2 --cpu".split()
+
+
+@pytest.fixture
+def flags(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(200)))
+    return ["train", *TINY, "--data-files", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "run")]
+
+
+def records(path):
+    """The records of a TFRecord file: a length of 8 bytes, its checksum of 4, the data, their checksum of 4."""
+    content, place = path.read_bytes(), 0
+    while place < len(content):
+        length = int.from_bytes(content[place : place + 8], "little")
+        yield content[place + 12 : place + 12 + length]
+        place += 16 + length
+
+
+def scalars(folder):
+    found = {}
+    for path in sorted(folder.rglob("events.*")):
+        for record in records(path):
+            event = Event()
+            event.ParseFromString(record)
+            for value in event.summary.value:
+                if value.WhichOneof("value") == "simple_value":
+                    found.setdefault(value.tag, {})[event.step] = value.simple_value
+    return found
+
+
+def test_tensorboard_gets_what_the_metrics_have(flags, tmp_path):
+    assert cli.main([*flags, "--max-steps", "4", "--log-with", "tensorboard"]) == 0
+    sent = scalars(tmp_path / "run" / "trackers")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("loss", "lr", "peak_share", "validation_loss", "memory_16", "memory_1/layer_1", "gates_open"):
+        written = {line["step"]: line[name] for line in lines if name in line}
+        assert written and sent[name] == pytest.approx(written, rel=1e-6), name
+    assert any((tmp_path / "run" / "trackers").rglob("hparams.yml"))
+
+
+@pytest.mark.parametrize(
+    ("names", "installed", "message"),
+    [
+        (["wand"], ["tensorboard"], "--log-with wand: no such tracker; the nearest valid one is wandb"),
+        (["tensorboard", "wandb"], ["tensorboard"], "--log-with wandb: it is not installed: pip install wandb"),
+        (["comet_ml"], [], "--log-with comet_ml: it is not installed: pip install comet-ml"),
+        (["all"], [], "--log-with all: none is installed of aim, "),
+    ],
+)
+def test_what_is_refused(names, installed, message, flags, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: installed)
+    assert cli.main([*flags, "--log-with", *names]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_that_are_installed(monkeypatch):
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["wandb", "tensorboard"])
+    assert trackers.check_trackers(["all"]) == ["tensorboard", "wandb"]
+    assert trackers.check_trackers(["wandb", "wandb"]) == ["wandb"]
+
+
+def test_a_tracker_that_cannot_be_started(flags, monkeypatch, capsys, tmp_path):
+    def start(self):
+        raise ConnectionError("no route to host\nand more")
+
+    monkeypatch.setattr(TensorBoardTracker, "start", start)
+    assert cli.main([*flags, "--log-with", "tensorboard"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == "hf-recurrent: error: --log-with: tensorboard cannot be started: no route to host"
+    assert not (tmp_path / "run").exists()
