@@ -15,14 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import saving, write_whole
 from ..messages import counted, first_line
-from . import checkpoints, costs
+from . import checkpoints, costs, distributed
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
 from .bptt import backward_in_chunks
 from .data import (
@@ -37,7 +36,7 @@ from .data import (
     validation_rows,
 )
 from .folder import ARGUMENTS, RunFolder
-from .model import check_folder, create_model, load_model
+from .model import check_folder, checkpoint_activations, create_model, load_model
 from .optimizer import create_optimizer, learning_rate_ratio
 from .report import Baselines, baselines, plot_loss, table
 from .tokenizer import DEFAULT_VOCAB_SIZE, byte_tokenizer, load_tokenizer, train_bpe
@@ -58,7 +57,7 @@ FREE = {
 FREE |= {"compile", "cpu", "log_steps", "eval_steps", "eval_rows", "save_steps", "keep_checkpoints"}
 # How the rows of a step are shared out, which may differ; their number may not.
 FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size"}
-FREE |= {"license", "language"}
+FREE |= {"license", "language", "fsdp", "timeout_minutes"}
 
 
 @dataclasses.dataclass
@@ -94,8 +93,10 @@ def train(model_args: ModelArguments, data_args: DataArguments, train_args: Trai
     Raises:
         ValueError, OSError: arguments, data or a folder that cannot be used; nothing has been left half-written.
         FloatingPointError: the loss or the weights are no longer finite; no such weights are saved.
+        ConnectionError: another process has ended, or hangs.
     """
-    return Run(model_args, data_args, train_args).train()
+    with distributed.naming_lost_processes(train_args):
+        return Run(model_args, data_args, train_args).train()
 
 
 class Run:
@@ -111,7 +112,7 @@ class Run:
             raise ValueError(f"--bptt-chunk must be at most --sequence-length {length}, got {chunk}")
         self.folder = RunFolder(train_args.output_dir)
         self.folder.check(overwrite=train_args.overwrite, resume=train_args.resume)
-        self.accelerator = Accelerator(mixed_precision=train_args.mixed_precision, cpu=train_args.cpu)
+        self.accelerator = distributed.create_accelerator(train_args)
         self.accelerator.wait_for_everyone()  # every process has seen the folder as it was
         if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
             raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; on the CPU bf16 works")
@@ -137,11 +138,14 @@ class Run:
         optimizer = create_optimizer(model, train_args, self.accelerator.device)
         self.flops_per_token = costs.flops_per_token(model)
         self.learning_rates = [group["lr"] for group in optimizer.param_groups]  # the highest, of each group
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.parameters = model.num_parameters()
+        self.model, self.optimizer = distributed.prepare(
+            self.accelerator, model, optimizer, train_args, self.batch_size
+        )
         checkpoints.without_wrapper(self.accelerator)
         if checkpoint is not None:
             with reading(checkpoint):
-                self.accelerator.load_state(str(checkpoint))
+                checkpoints.load(self.accelerator, self.model, self.optimizer, checkpoint, saved["processes"])
             if saved["processes"] != self.processes:  # each of them has its own randomness, and there are others now
                 set_seed(train_args.seed + self.state.step, device_specific=True)
         self._print(self._summary(corpus))
@@ -219,14 +223,13 @@ class Run:
                 f"the model's vocabulary has {model.config.vocab_size}"
             )
         if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_activations(model)
         if args.compile:
             check_compiler(self.accelerator.device)
-            model.compile()
+            distributed.compile_model(self.accelerator, model)
         return model
 
     def _summary(self, corpus: Corpus) -> str:
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
         lines = [f"corpus      {corpus.description}"]
         if isinstance(self.rows, ShuffledRows):
             stream = self.rows.stream
@@ -236,7 +239,7 @@ class Run:
             lines[0] += f", {counted(self.validation.targets, 'token')} in {self.validation.documents:,} to validate on"
         lines.append(f"tokenizer   {len(self.tokenizer):,} tokens")
         kind = self.accelerator.unwrap_model(self.model).config.model_type
-        lines.append(f"model       {kind}, {parameters:,} parameters, on {self.accelerator.device.type}")
+        lines.append(f"model       {kind}, {self.parameters:,} parameters, on {self.accelerator.device.type}")
         return "\n".join(lines)
 
     # ---- the clock and the learning rate
@@ -296,19 +299,20 @@ class Run:
             targets = self.accelerator.reduce(targets, "sum")
         total = torch.zeros((), device=self.accelerator.device)
         for number, batch in enumerate(batches):
-            last = number == passes - 1
+            # Under FSDP2 each pass sends its gradients, for then none of them is ever whole.
+            synchronise = number == passes - 1 or self.accelerator.is_fsdp2
             if self.args.bptt_chunk is not None:
                 chunk, carry_gradients = self.args.bptt_chunk, self.args.bptt_carry_gradients
                 total += backward_in_chunks(
-                    self.accelerator, self.model, batch, targets, chunk, carry_gradients, synchronise=last
+                    self.accelerator, self.model, batch, targets, chunk, carry_gradients, synchronise
                 )
                 continue
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            with contextlib.nullcontext() if synchronise else distributed.accumulating(self.accelerator, self.model):
                 loss = self.model(**batch, num_items_in_batch=targets, use_cache=False).loss
                 # Gradients are averaged over processes, and the sum is wanted.
                 self.accelerator.backward(loss * self.processes)
             total += loss.detach()
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
+        norm = distributed.clip_gradients(self.accelerator, self.model, self.args.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.state.step += 1
@@ -323,13 +327,17 @@ class Run:
         total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
         one = torch.ones((), device=self.accelerator.device)
         self.model.eval()
-        starts = range(0, len(mine), self.batch_size)
+        # Sharded weights are gathered in every call, so that all processes must make as many.
+        starts = range(0, math.ceil(len(rows) / self.processes), self.batch_size)
         with torch.no_grad():
             for start in tqdm(starts, description, delay=2, leave=False, disable=description is None or self.rank != 0):
                 chosen = mine[start : start + self.batch_size]
+                counts = len(chosen) > 0  # else this process has had its share
+                chosen = chosen if counts else rows[:1]
                 batch = self._batch({name: value[chosen] for name, value in self.validation.rows.items()})
-                total[0] += self.model(**batch, num_items_in_batch=one, use_cache=False).loss
-                total[1] += (batch["labels"] != IGNORED).sum()
+                loss = self.model(**batch, num_items_in_batch=one, use_cache=False).loss
+                total[0] += counts * loss
+                total[1] += counts * (batch["labels"] != IGNORED).sum()
         self.model.train()
         nats, targets = self.accelerator.reduce(total, "sum").tolist()
         return nats / targets
@@ -422,7 +430,7 @@ class Run:
     def save_model(self) -> None:
         """Put the model and its tokenizer into the output folder, as `from_pretrained` reads them."""
         self._check_weights()
-        state_dict = self.accelerator.get_state_dict(self.model)
+        state_dict = distributed.whole_weights(self.accelerator, self.model)
         if self.accelerator.is_main_process:
             model = self.accelerator.unwrap_model(self.model)
             with self.folder.publish() as temporary:
@@ -520,7 +528,7 @@ class Run:
 
     def _check_weights(self) -> None:
         """Raise rather than let a model that has broken down take the place of one that was saved before."""
-        finite = [parameter.isfinite().all() for parameter in self.model.parameters()]
+        finite = [distributed.local_part(parameter).isfinite().all() for parameter in self.model.parameters()]
         broken = (~torch.stack(finite)).sum()
         if self.accelerator.reduce(broken, "sum").item():
             raise self._diverged("the weights are no longer finite")
@@ -560,8 +568,7 @@ class Run:
         if not self.accelerator.is_main_process:
             return result or {}
         config = self.accelerator.unwrap_model(self.model).config
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        name = f"{config.model_type}, {parameters:,} parameters"
+        name = f"{config.model_type}, {self.parameters:,} parameters"
         with self.folder.publish() as temporary:
             plot_loss(self.folder.metrics(), references, name, temporary / "loss.png")
         if result is None:
