@@ -265,7 +265,6 @@ class GateLoopModel(RecurrentModel):
     block_class = GateLoopBlock
     mixer_kwargs = ("output_attentions",)
     recurrence_parameters = ("transition_proj", "transition")  # 1e-4 where the rest has 1.25e-4, for WikiText-103
-    _no_split_modules = ["GateLoopBlock"]
     _can_record_outputs = {"hidden_states": RecurrentBlock, "attentions": OutputRecorder(GateLoopMixer, index=2)}
 
     def __init__(self, config: GateLoopConfig):

@@ -249,7 +249,6 @@ class LonghornModel(RecurrentModel):
 
     config_class = LonghornConfig
     mixer_class = LonghornMixer
-    _no_split_modules = ["RecurrentBlock", "LonghornPatchEmbeddings"]
 
     def __init__(self, config: LonghornConfig):
         super().__init__(config)
@@ -258,6 +257,7 @@ class LonghornModel(RecurrentModel):
             self._input_embed_layer = "embed_patches"
             del self.embed_tokens
             self.embed_patches = LonghornPatchEmbeddings(config)
+            self._no_split_modules.add("LonghornPatchEmbeddings")
             self.post_init()  # again, for embed_patches
 
     @torch.no_grad()
@@ -384,7 +384,7 @@ class LonghornForImageClassification(RecurrentPreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     accepts_loss_kwargs = False  # as in RecurrentForSequenceClassification
-    _no_split_modules = LonghornModel._no_split_modules
+    _no_split_modules = ["RecurrentBlock", "LonghornPatchEmbeddings"]
     _input_embed_layer = "embed_patches"
 
     def __init__(self, config: LonghornConfig):

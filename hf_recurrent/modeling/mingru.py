@@ -117,7 +117,6 @@ class MinGRUModel(RecurrentModel):
     config_class = MinGRUConfig
     mixer_class = MinGRUMixer
     block_class = MinGRUBlock
-    _no_split_modules = ["MinGRUBlock"]
 
 
 class MinGRUForCausalLM(RecurrentForCausalLM):

@@ -73,7 +73,6 @@ class MinLSTMModel(RecurrentModel):
     config_class = MinLSTMConfig
     mixer_class = MinLSTMMixer
     block_class = MinGRUBlock
-    _no_split_modules = ["MinGRUBlock"]
 
 
 class MinLSTMForCausalLM(RecurrentForCausalLM):

@@ -196,12 +196,19 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     config_class = RecurrentConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["RecurrentBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _can_record_outputs = {"hidden_states": RecurrentBlock}
     _can_compile_fullgraph = True
     # The cache can take tokens back, which is what assisted decoding needs.
     _is_stateful = False
+
+    def __init_subclass__(cls, **kwargs):
+        """The class of the blocks is what device maps keep whole and what FSDP shards one at a time. (A name that the
+        model has no module of, as RecurrentBlock where blocks are of another class, is an error to FSDP.)"""
+        super().__init_subclass__(**kwargs)
+        block_class = getattr(getattr(cls, "model_class", cls), "block_class", None)
+        if block_class is not None and "_no_split_modules" not in vars(cls):
+            cls._no_split_modules = [block_class.__name__]
 
     def __init__(self, config: RecurrentConfig):
         if not isinstance(config, self.config_class):
@@ -340,6 +347,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
     mixer_kwargs: tuple[str, ...] = ()
     recurrence_parameters: tuple[str, ...] = ()
     undecayed_parameters: tuple[str, ...] = ()
+    float32_weights = False  # whether they lose too much in a lower precision, in which FSDP would gather them
     context_group = None  # the processes that a sequence is split over, by `hf_recurrent.parallel.context_parallel`
 
     def __init__(self, config: RecurrentConfig):

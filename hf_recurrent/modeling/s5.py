@@ -490,7 +490,6 @@ class S5PreTrainedModel(RecurrentPreTrainedModel):
     """Initialisation and pooling, for the model and its heads."""
 
     config_class = S5Config
-    _no_split_modules = ["S5Block"]
 
     def __init__(self, config: S5Config):
         super().__init__(config)
@@ -524,6 +523,7 @@ class S5Model(S5PreTrainedModel, RecurrentModel):
     # The authors' "standard" setting, in which the norms share the SSM's learning rate.
     undecayed_parameters = ("Lambda_re", "Lambda_im", "B", "log_step")
     recurrence_parameters = (*undecayed_parameters, "mixer_norm", "mlp_norm")
+    float32_weights = True  # bfloat16 has three digits for poles that lie at the edge of stability
 
     def __init__(self, config: S5Config):
         super().__init__(config)

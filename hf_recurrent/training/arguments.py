@@ -121,6 +121,16 @@ class TrainArguments:
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass, to save memory.")
     compile: bool = option(False, "Compile the model by torch.compile.")
     cpu: bool = option(False, "Train on the CPU even where there is an accelerator.")
+    fsdp: bool = option(
+        False,
+        "Cut weights, gradients and optimiser states over the processes (FSDP2), as `accelerate launch --use_fsdp "
+        "--fsdp_version 2` does too; one process has them all as ever.",
+    )
+    timeout_minutes: float | None = option(
+        None,
+        "End the run where a process has not answered the others for so long (default: PyTorch's 30 minutes, 10 on "
+        "NVIDIA GPUs).",
+    )
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
     eval_steps: int = option(200, "Steps between validations on --eval-rows rows; 0: only at both ends.")
     eval_rows: int = option(64, "Rows of these validations, spread evenly; the last one takes all.")
@@ -155,6 +165,7 @@ class TrainArguments:
         require(self, "max_skipped_steps", at_least=1)
         require(self, "loss_spike_threshold", "health_steps", at_least=0)
         require(self, "num_epochs", "max_minutes", above=0)
+        require(self, "timeout_minutes", above=0, at_most=60 * 24 * 365)
         require(self, "learning_rate", "recurrence_learning_rate", above=0, at_most=1e38)  # float32's range
         require(self, "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_steps", at_least=0)
         require(self, "min_learning_rate_ratio", at_least=0, at_most=1)

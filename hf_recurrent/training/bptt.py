@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..modeling import RecurrentCache
 from ..modeling.model import IGNORED
+from . import distributed
 
 
 def chunks(batch: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
@@ -49,7 +50,7 @@ def backward_in_chunks(
     total = pending = 0
     for number, part in enumerate(parts, start=1):
         last = number == len(parts)
-        with contextlib.nullcontext() if last and synchronise else accelerator.no_sync(model):
+        with contextlib.nullcontext() if last and synchronise else distributed.accumulating(accelerator, model):
             loss = model(**part, num_items_in_batch=targets, past_key_values=cache, use_cache=True).loss
             total, pending = total + loss.detach(), pending + loss
             if last or not carry_gradients:
@@ -62,4 +63,6 @@ def backward_in_chunks(
 def _nothing(model: nn.Module) -> Tensor | int:
     """0, with a gradient of 0 for the learned initial states: a chunk without the start of a text does not use them,
     and data parallelism waits for every parameter."""
+    if not distributed.waits_for_every_gradient(model):
+        return 0
     return sum(0 * parameter.sum() for name, parameter in model.named_parameters() if name.endswith("initial_state"))

@@ -1,11 +1,20 @@
-"""What a checkpoint says of the programs that wrote it, and weights in it that any number of processes can load."""
+"""What a checkpoint says of the programs that wrote it, and weights in it that any number of processes can load, whole
+or in shards."""
 
+import pickle
 import platform
 import warnings
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.constants import FSDP_MODEL_NAME, MODEL_NAME, OPTIMIZER_NAME
+from accelerate.utils.fsdp_utils import load_fsdp_model, load_fsdp_optimizer
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
 from .. import __version__
 
@@ -43,3 +52,82 @@ def without_wrapper(accelerator: Accelerator) -> None:
     accelerator.register_save_state_pre_hook(save)
     if accelerator.distributed_type not in ("FSDP", "DEEPSPEED"):
         accelerator.register_load_state_pre_hook(load)
+
+
+# ---- loading, by whichever engine
+
+
+def load(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, processes: int
+) -> None:
+    """Load a checkpoint's weights, optimiser and random states into what `accelerator.prepare` has returned.
+
+    Args:
+        processes: how many have written it. Checkpoints of DDP, of FSDP2 and of one process go on in any number of
+            processes by any of the three; DeepSpeed's by DeepSpeed in as many processes.
+
+    Raises:
+        ValueError: a checkpoint of DeepSpeed's, and not the same again.
+    """
+    sharded, deepspeed = (checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir(), (checkpoint / MODEL_NAME).is_dir()
+    if deepspeed != (accelerator.distributed_type == "DEEPSPEED"):
+        raise ValueError(f"it was written {'with' if deepspeed else 'without'} DeepSpeed, which cannot change")
+    if deepspeed and processes != accelerator.num_processes:
+        raise ValueError(f"DeepSpeed wrote it in {processes} processes, now they are {accelerator.num_processes}")
+    if sharded:
+        for folder in (f"{FSDP_MODEL_NAME}_0", f"{OPTIMIZER_NAME}_0"):
+            check_metadata(checkpoint / folder / ".metadata")
+    if sharded == accelerator.is_fsdp2:
+        accelerator.load_state(str(checkpoint))
+        return
+    (_load_shards if sharded else _load_into_shards)(accelerator, model, optimizer, checkpoint)
+    load_accelerator_state(str(checkpoint), [], [], [], [], accelerator.process_index, accelerator.scaler)
+
+
+def _load_shards(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path):
+    """The shards of an FSDP2 checkpoint, put together."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process has no group, and needs none
+        load_fsdp_model(plugin, accelerator, model, checkpoint)
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, checkpoint)
+
+
+def _load_into_shards(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path):
+    """Whole weights and optimiser states, of which each process keeps its shard."""
+    options = StateDictOptions(full_state_dict=True)
+    weights = torch.load(checkpoint / f"{MODEL_NAME}.bin", weights_only=True, mmap=True)
+    set_model_state_dict(model, weights, options=options)
+    saved = torch.load(checkpoint / f"{OPTIMIZER_NAME}.bin", weights_only=True, mmap=True)
+    # An optimiser alone counts its parameters, in the order of its groups; shards go by their names.
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [group | {"params": [names[n] for n in group["params"]]} for group in saved["param_groups"]]
+    state = {names[n]: values for n, values in saved["state"].items()}
+    set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=options)
+
+
+class _Metadata(pickle.Unpickler):
+    """Knows what torch.distributed.checkpoint's list of tensors is made of, and nothing else."""
+
+    MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    NAMES = [("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")]
+    # The folder; pathlib has moved its classes in Python 3.13.
+    NAMES += [(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")]
+
+    def find_class(self, module: str, name: str):
+        # Not a dotted name, which would reach what the modules import.
+        known = (module in self.MODULES and "." not in name) or (module, name) in self.NAMES
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which no list of tensors does")
+
+
+def check_metadata(path: Path) -> None:
+    """Make sure that the pickle by which torch lists a checkpoint's tensors holds nothing else.
+
+    Raises:
+        pickle.UnpicklingError: it does.
+    """
+    with open(path, "rb") as file:
+        _Metadata(file).load()

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..messages import counted
 from .arguments import DataArguments, ModelArguments, TrainArguments
 from .costs import matrix_rate
-from .model import check_folder, create_config
+from .model import check_folder, checkpoint_activations, create_config
 from .report import table
 from .tokenizer import DEFAULT_VOCAB_SIZE, load_tokenizer
 
@@ -110,7 +110,7 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
         model = AutoModelForCausalLM.from_config(config).train()
     counts = count(model, batch_size, data_args.sequence_length)
     if train_args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_activations(model)
         counts.activations = count(model, batch_size, data_args.sequence_length).activations
     # Backward, each matrix product is two; with checkpointing the forward pass is done twice.
     flops = counts.flops * passes * (4 if train_args.gradient_checkpointing else 3)

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..files import saving, write_whole
 from ..messages import counted, first_line
 from ..modeling.model import IGNORED
-from . import checkpoints, costs
+from . import checkpoints, costs, distributed
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
 from .bptt import backward_in_chunks
 from .documents import Corpus
@@ -31,7 +30,7 @@ from .folder import ARGUMENTS, BAD_BATCHES, TRACKERS, RunFolder
 from .health import health
 from .input import build_rows, first_texts, summary
 from .loss_policy import LossPolicy, Verdict
-from .model import check_folder, create_model, load_model
+from .model import check_folder, checkpoint_activations, create_model, load_model
 from .optimizer import create_optimizer, learning_rate_ratio
 from .prefetch import Prefetcher
 from .report import Baselines, baselines, plot_loss, table
@@ -59,7 +58,7 @@ FREE |= {"compile", "cpu", "log_steps", "eval_steps", "eval_rows", "save_steps",
 FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size"}
 # What is watched, and what is done about it.
 FREE |= {"on_bad_loss", "on_loss_spike", "loss_spike_threshold", "max_skipped_steps", "health_steps", "log_with"}
-FREE |= {"token_cache", "license", "language"}
+FREE |= {"token_cache", "license", "language", "fsdp", "timeout_minutes"}
 
 
 @dataclasses.dataclass
@@ -100,8 +99,10 @@ def train(model_args: ModelArguments, data_args: DataArguments, train_args: Trai
     Raises:
         ValueError, OSError: arguments, data or a folder that cannot be used; nothing has been left half-written.
         FloatingPointError: the loss or the weights are no longer finite; no such weights are saved.
+        ConnectionError: another process has ended, or hangs.
     """
-    return Run(model_args, data_args, train_args).train()
+    with distributed.naming_lost_processes(train_args):
+        return Run(model_args, data_args, train_args).train()
 
 
 class Run:
@@ -117,9 +118,8 @@ class Run:
             raise ValueError(f"--bptt-chunk must be at most --sequence-length {length}, got {chunk}")
         self.folder = RunFolder(train_args.output_dir)
         self.folder.check(overwrite=train_args.overwrite, resume=train_args.resume)
-        self.accelerator = Accelerator(
-            mixed_precision=train_args.mixed_precision,
-            cpu=train_args.cpu,
+        self.accelerator = distributed.create_accelerator(
+            train_args,
             log_with=check_trackers(train_args.log_with) if train_args.log_with else None,
             project_dir=str(self.folder.path / TRACKERS),
         )
@@ -150,11 +150,14 @@ class Run:
         self.peak = self._peak()
         self.loss_policy = LossPolicy(train_args, self.accelerator, model, self.state)
         self.learning_rates = [group["lr"] for group in optimizer.param_groups]  # the highest, of each group
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.parameters = model.num_parameters()
+        self.model, self.optimizer = distributed.prepare(
+            self.accelerator, model, optimizer, train_args, self.batch_size
+        )
         checkpoints.without_wrapper(self.accelerator)
         if checkpoint is not None:
             with reading(checkpoint):
-                self.accelerator.load_state(str(checkpoint))
+                checkpoints.load(self.accelerator, self.model, self.optimizer, checkpoint, saved["processes"])
             if saved["processes"] != self.processes:  # each of them has its own randomness, and there are others now
                 set_seed(train_args.seed + self.state.step, device_specific=True)
         self._print(self._summary(corpus))
@@ -213,14 +216,13 @@ class Run:
                 f"the model's vocabulary has {model.config.vocab_size}"
             )
         if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_activations(model)
         if args.compile:
             check_compiler(self.accelerator.device)
-            model.compile()
+            distributed.compile_model(self.accelerator, model)
         return model
 
     def _summary(self, corpus: Corpus) -> str:
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
         sources = summary(corpus, self.rows)
         lines = [f"{'corpus' if number == 0 else '':<12}{source}" for number, source in enumerate(sources)]
         if self.validation is not None:
@@ -229,7 +231,7 @@ class Run:
             )
         lines.append(f"tokenizer   {len(self.tokenizer):,} tokens")
         kind = self.accelerator.unwrap_model(self.model).config.model_type
-        lines.append(f"model       {kind}, {parameters:,} parameters, on {self.accelerator.device.type}")
+        lines.append(f"model       {kind}, {self.parameters:,} parameters, on {self.accelerator.device.type}")
         return "\n".join(lines)
 
     # ---- the clock and the learning rate
@@ -304,19 +306,20 @@ class Run:
             targets = self.accelerator.reduce(targets, "sum")
         total = torch.zeros((), device=self.accelerator.device)
         for number, batch in enumerate(batches):
-            last = number == passes - 1
+            # Under FSDP2 each pass sends its gradients, for then none of them is ever whole.
+            synchronise = number == passes - 1 or self.accelerator.is_fsdp2
             if self.args.bptt_chunk is not None:
                 chunk, carry_gradients = self.args.bptt_chunk, self.args.bptt_carry_gradients
                 total += backward_in_chunks(
-                    self.accelerator, self.model, batch, targets, chunk, carry_gradients, synchronise=last
+                    self.accelerator, self.model, batch, targets, chunk, carry_gradients, synchronise
                 )
                 continue
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            with contextlib.nullcontext() if synchronise else distributed.accumulating(self.accelerator, self.model):
                 loss = self.model(**batch, num_items_in_batch=targets, use_cache=False).loss
                 # Gradients are averaged over processes, and the sum is wanted.
                 self.accelerator.backward(loss * self.processes)
             total += loss.detach()
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
+        norm = distributed.clip_gradients(self.accelerator, self.model, self.args.max_grad_norm)
         verdict = self.loss_policy.judge(total, norm)
         if verdict.fault is not None:
             self._note_bad_batch(verdict, total, norm, batches)
@@ -365,13 +368,17 @@ class Run:
         total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
         one = torch.ones((), device=self.accelerator.device)
         self.model.eval()
-        starts = range(0, len(mine), self.batch_size)
+        # Sharded weights are gathered in every call, so that all processes must make as many.
+        starts = range(0, math.ceil(len(rows) / self.processes), self.batch_size)
         with torch.no_grad():
             for start in tqdm(starts, description, delay=2, leave=False, disable=description is None or self.rank != 0):
                 chosen = mine[start : start + self.batch_size]
+                counts = len(chosen) > 0  # else this process has had its share
+                chosen = chosen if counts else rows[:1]
                 batch = self._batch({name: value[chosen] for name, value in self.validation.rows.items()})
-                total[0] += self.model(**batch, num_items_in_batch=one, use_cache=False).loss
-                total[1] += (batch["labels"] != IGNORED).sum()
+                loss = self.model(**batch, num_items_in_batch=one, use_cache=False).loss
+                total[0] += counts * loss
+                total[1] += counts * (batch["labels"] != IGNORED).sum()
         self.model.train()
         nats, targets = self.accelerator.reduce(total, "sum").tolist()
         return nats / targets
@@ -466,7 +473,7 @@ class Run:
     def save_model(self) -> None:
         """Put the model and its tokenizer into the output folder, as `from_pretrained` reads them."""
         self._check_weights()
-        state_dict = self.accelerator.get_state_dict(self.model)
+        state_dict = distributed.whole_weights(self.accelerator, self.model)
         if self.accelerator.is_main_process:
             model = self.accelerator.unwrap_model(self.model)
             with self.folder.publish() as temporary:
@@ -572,7 +579,7 @@ class Run:
 
     def _check_weights(self) -> None:
         """Raise rather than let a model that has broken down take the place of one that was saved before."""
-        finite = [parameter.isfinite().all() for parameter in self.model.parameters()]
+        finite = [distributed.local_part(parameter).isfinite().all() for parameter in self.model.parameters()]
         broken = (~torch.stack(finite)).sum()
         if self.accelerator.reduce(broken, "sum").item():
             raise self._diverged("the weights are no longer finite", self.state.step)
@@ -612,8 +619,7 @@ class Run:
         if not self.accelerator.is_main_process:
             return result or {}
         config = self.accelerator.unwrap_model(self.model).config
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        name = f"{config.model_type}, {parameters:,} parameters"
+        name = f"{config.model_type}, {self.parameters:,} parameters"
         with self.folder.publish() as temporary:
             plot_loss(self.folder.metrics(), references, name, temporary / "loss.png")
         if result is None:

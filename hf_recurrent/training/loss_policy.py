@@ -75,8 +75,9 @@ class LossPolicy:
             norm: of the gradient over all processes.
         """
         # With loss scaling, gradients beyond float16's range are common, and the scaler skips their updates itself.
-        scaled = self.accelerator.scaler is not None
-        broken = torch.zeros_like(loss) if scaled else (~torch.isfinite(torch.as_tensor(norm))).to(loss)
+        # DeepSpeed has made its update by now, and may not know the norm.
+        told = self.accelerator.scaler is None and self.accelerator.distributed_type != "DEEPSPEED"
+        broken = (~torch.isfinite(torch.as_tensor(norm))).to(loss) if told else torch.zeros_like(loss)
         value, broken = self.accelerator.reduce(torch.stack([loss, broken]), "sum").tolist()
         fault, action = None, "update"
         if not math.isfinite(value) or broken:

@@ -147,3 +147,9 @@ def load_model(name: str, what: str = "--model", model_class: type = AutoModelFo
                 f"{what} {name}: its weights {fault.format(', '.join(names[:3]))}" + " ..." * (len(names) > 3)
             )
     return model
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Let the blocks run again in the backward pass, where only their inputs have been kept."""
+    # Named so since Transformers 5.23, which warns of the older name.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()

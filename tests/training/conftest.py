@@ -1,5 +1,8 @@
+import functools
+
 import pytest
 from accelerate.state import AcceleratorState, GradientState
+from runs import run_processes
 
 
 @pytest.fixture(autouse=True)
@@ -22,3 +25,9 @@ def own_datasets_cache(tmp_path_factory, monkeypatch):
         "hf_recurrent.training.token_cache.cache_folder", lambda: tmp_path_factory.getbasetemp() / "cache"
     )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def train_processes(tmp_path):
+    """`train_processes(name, processes, *flags, status=0)`: see `runs.run_processes`."""
+    return functools.partial(run_processes, tmp_path)

@@ -8,6 +8,7 @@ import socket
 import sys
 
 PRELOADED = ["torch", "transformers", "accelerate", "datasets", "hf_recurrent.training", "hf_recurrent.cli.train"]
+PRELOADED += ["matplotlib.backends.backend_agg", "matplotlib.figure"]
 
 
 @functools.cache
