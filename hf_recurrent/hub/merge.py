@@ -118,7 +118,7 @@ class Merger:
         if original not in self._module(origin).statements | self._module(origin).imports:
             if importlib.util.find_spec(origin).submodule_search_locations:  # a package, of which this is a module
                 return f"{origin}.{original}"
-        target = self._resolve(origin, original, user)
+        target = self._resolve(origin, original, module)
         if target is None:
             raise ValueError(f"{user} takes {original} from {origin}, which has no such name for an exported model")
         return target

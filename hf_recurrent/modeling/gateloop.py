@@ -27,18 +27,10 @@ from transformers import initialization as init
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..scan import linear_scan
+from ..scan.gateloop import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS, channel_loop
 from .configuration import RecurrentConfig, at_least, kernel_size, positive
 from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
-
-MAGNITUDE_ACTIVATIONS = {
-    "sigmoid": torch.sigmoid,
-    "exponential": lambda x: torch.exp(-torch.exp(x)),  # as in the LRU (arXiv 2303.06349)
-}
-PHASE_ACTIVATIONS = {
-    "identity": lambda x: x,
-    "tanh": lambda x: torch.pi * torch.tanh(x),
-}
 
 
 @strict
@@ -170,6 +162,9 @@ class GateLoopMixer(nn.Module):
         else:
             self.transition = nn.Parameter(torch.empty(transitions))
         self.sub_ln = LayerNorm(size, eps=config.sub_ln_eps) if config.use_sub_ln else None
+        # The paper's layer, which has a kernel of its own.
+        self.is_channel_loop = self.head_size == 1 and self.polar and self.complex_state and config.data_controlled
+        self.is_channel_loop = self.is_channel_loop and not config.use_sub_ln
         self.gate_proj = self.out_proj = None
         if config.use_gate:
             self.gate_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
@@ -207,10 +202,16 @@ class GateLoopMixer(nn.Module):
         if self.conv1d is not None:
             x, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
         qkv = self.in_proj(x)
+        before, start = starting_states(self, state, len(x))
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if self.is_channel_loop and not output_attentions:
+            y, new_state["recurrent"] = self._channel_loop(x, qkv, before, mask, reset, start)
+            return (y if self.out_proj is None else self.out_proj(y)), new_state
+
         wide = torch.promote_types(qkv.dtype, torch.float32)
         q, k, v = qkv.to(wide).unflatten(-1, (3, self.num_heads, self.head_size)).unbind(2)
         a = self.transitions(x, wide)
-        before, start = starting_states(self, state, len(x))
         y, new_state["recurrent"] = gate_loop(q, k, v, a, before, mask, reset, start)
         y = y.flatten(2)
         if self.sub_ln is not None:
@@ -220,11 +221,26 @@ class GateLoopMixer(nn.Module):
             y = F.silu(self.gate_proj(x)) * y
         if self.out_proj is not None:
             y = self.out_proj(y)
-        if not (self.config.output_attentions if output_attentions is None else output_attentions):
+        if not output_attentions:
             return y, new_state
         one_hot = torch.eye(x.shape[1], dtype=wide, device=x.device)[None, :, None]
         attentions, _ = gate_loop(q, k, one_hot.expand(*k.shape[:3], -1), a, None, mask, reset)
         return y, new_state, attentions.transpose(1, 2)
+
+    def _channel_loop(self, x: Tensor, qkv: Tensor, state: Tensor | None, mask, reset, start) -> tuple[Tensor, Tensor]:
+        """The gated y, (B, L, D), and the state after it."""
+        y, state = channel_loop(
+            qkv,
+            self.transition_proj(x),
+            None if self.gate_proj is None else self.gate_proj(x),
+            self.config.magnitude_activation,
+            self.config.phase_activation,
+            None if state is None else state.flatten(1),
+            mask=mask,
+            reset=reset,
+            reset_state=None if start is None else start.flatten(),
+        )
+        return y, state[..., None, None]
 
 
 class GateLoopBlock(RecurrentBlock):

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import is_tracing
 
+from ..scan.convolution import short_convolution, state_after
+from ..scan.norm import rms_norm
 from ..scan.split import carried_inputs
 from .configuration import RecurrentConfig
 
@@ -59,7 +60,7 @@ class RMSNorm(nn.RMSNorm):
     weights'."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -87,95 +88,12 @@ class ShortConvolution(nn.Conv1d):
         return self.kernel_size[0] - 1, self.in_channels
 
     def forward(
-        self, x: Tensor, state: Tensor | None, mask: Tensor | None, reset: Tensor | None
+        self, x: Tensor, state: Tensor | None, mask: Tensor | None, reset: Tensor | None, silu: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            x: (B, L, D).
-            state: (B, k - 1, D), zeros when None.
-            mask: (B, L) bool, False at padding: no tap lands on it, and it changes no state.
-            reset: (B, L) bool, True at the first token of a document: no tap reaches over it.
-
-        Returns:
-            y, (B, L, D), and the new state, (B, k - 1, D).
-        """
-        length, (taps_back, channels) = x.shape[1], self.state_shape
-        state = carried_inputs(state, lambda: self._last_inputs(x, mask, reset), mask, reset)
-        if state is None:
-            state = x.new_zeros(len(x), taps_back, channels)
-        inputs = torch.cat([state.to(x.dtype), x], dim=1)  # (B, k - 1 + L, D)
-        if mask is None and reset is None:
-            y = self._weigh(inputs)[:, None] if length == 1 else self._convolve(inputs)
-            # A copy: the state would otherwise keep the whole of `inputs` alive.
-            return y, inputs[:, length:].clone()
-
-        taps, keep = self._taps(x, mask, reset)
-        rows = torch.arange(len(x), device=x.device)
-        last = self._gather(inputs, rows[:, None], taps[:, -1], keep[:, -1])  # (B, k, D)
-        taps, keep = taps[:, :-1], keep[:, :-1]
-        if is_tracing(x):
-            y = self._weigh(self._gather(inputs, rows[:, None, None], taps, keep))
-        else:
-            # Nearly all tokens have their taps right before them and in their document; the others are done over.
-            contiguous = torch.arange(length, device=x.device)[:, None] + torch.arange(taps_back + 1, device=x.device)
-            apart = ((taps != contiguous) | ~keep).any(-1)
-            at = (apart if mask is None else apart & mask).nonzero(as_tuple=True)
-            y = self._convolve(inputs)
-            done_over = self._weigh(self._gather(inputs, at[0][:, None], taps[at], keep[at]))
-            y = y.index_put(at, done_over.to(y.dtype))
-        return y, last[:, 1:]
-
-    def _last_inputs(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> Tensor:
-        """The state after x alone, (B, k - 1, D)."""
-        taps_back, channels = self.state_shape
-        inputs = torch.cat([x.new_zeros(len(x), taps_back, channels), x], dim=1)
-        if mask is None and reset is None:
-            return inputs[:, x.shape[1] :]
-        taps, keep = self._taps(x, mask, reset)
-        rows = torch.arange(len(x), device=x.device)
-        return self._gather(inputs, rows[:, None], taps[:, -1], keep[:, -1])[:, 1:]
-
-    def _taps(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Where the taps of each token lie in [state, x], (B, L + 1, k) in the order of the weights, and which of them
-        lie in the token's own document; the last entry is the token that would come next, less its own tap."""
-        batch, length, taps_back = len(x), x.shape[1], self.state_shape[0]
-        size = taps_back + length
-        position = torch.arange(size, device=x.device).expand(batch, -1)
-        real = position.new_ones(batch, size, dtype=torch.bool)
-        if mask is not None:
-            real = torch.cat([real[:, :taps_back], mask], dim=1)
-        # order[n] is the position of the n-th real input, rank[p] the n of position p (or of the last real one before)
-        rank = real.cumsum(1) - 1
-        order = torch.zeros(batch, size + 1, dtype=torch.long, device=x.device)
-        order = order.scatter(1, torch.where(real, rank, size), position)
-        rank = torch.cat([rank[:, taps_back:], rank[:, -1:]], dim=1)  # (B, L + 1)
-        # Below 0 only at padding before the first real token, where any tap will do.
-        nth = (rank[:, :, None] - torch.arange(taps_back, -1, -1, device=x.device)).clamp(min=0)
-        taps = order.gather(1, nth.flatten(1)).view_as(nth)
-        if reset is None:
-            return taps, torch.ones_like(taps, dtype=torch.bool)
-        if mask is not None:
-            reset = reset & mask
-        document = torch.cat([reset.new_zeros(batch, taps_back), reset], dim=1).cumsum(1)
-        own = torch.cat([document[:, taps_back:], document[:, -1:]], dim=1)
-        return taps, document.gather(1, taps.flatten(1)).view_as(taps) == own[:, :, None]
-
-    @staticmethod
-    def _gather(inputs: Tensor, rows: Tensor, taps: Tensor, keep: Tensor) -> Tensor:
-        """The inputs (..., k, D) under the taps (..., k), zero where they are not kept."""
-        return torch.where(keep[..., None], inputs[rows, taps], 0)
-
-    def _weigh(self, windows: Tensor) -> Tensor:
-        """(..., k, D) -> (..., D): the convolution at chosen positions."""
-        y = (windows * self.weight.squeeze(1).T).sum(-2)
-        return y if self.bias is None else y + self.bias
-
-    def _convolve(self, inputs: Tensor) -> Tensor:
-        """(B, k - 1 + L, D) -> (B, L, D). As a convolution of images one pixel high whose channels come last in
-        memory, which is what `inputs` is already: conv1d would transpose it."""
-        image, weight = inputs.transpose(1, 2).unsqueeze(2), self.weight.unsqueeze(2)
-        weight = weight.contiguous(memory_format=torch.channels_last)
-        return F.conv2d(image, weight, self.bias, groups=self.groups).squeeze(2).transpose(1, 2)
+        """y and the new state, as `scan.convolution.short_convolution` has them."""
+        taps_back = self.kernel_size[0] - 1
+        state = carried_inputs(state, lambda: state_after(x, taps_back, mask, reset), mask, reset)
+        return short_convolution(x, self.weight, self.bias, state, mask=mask, reset=reset, silu=silu)
 
 
 class MLP(nn.Module):

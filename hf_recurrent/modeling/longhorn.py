@@ -34,6 +34,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, ImageClassifi
 from transformers.utils import can_return_tuple
 
 from ..scan import longhorn_scan
+from ..scan.longhorn import gated_scan
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, at_least, kernel_size, not_negative, positive
 from .layers import ShortConvolution, State, new_initial_state, starting_states
@@ -141,27 +142,32 @@ class LonghornMixer(nn.Module):
     def forward(self, x: Tensor, state: State, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, State]:
         new_state = {}
         x, z = self.in_proj(x).chunk(2, dim=-1)
-        u = x
-        if self.conv1d is not None:
-            u, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
+        if self.conv1d is None:
+            u = F.silu(x)
+        else:
+            u, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset, silu=True)
         before, start = starting_states(self, state, len(x))
-        o, new_state["recurrent"] = self._recur(
-            u, self.x_proj, self.dt_head, self.D, before, mask=mask, reset=reset, reset_state=start
-        )
-        if self.bidirectional:
-            u = x if self.conv1d_b is None else self._convolve_back(x, mask, reset)
-            backward, _ = self._recur(
-                u, self.x_proj_b, self.dt_head_b, self.D_b, None, mask=mask, reset=reset, reverse=True
+        inputs = self._inputs(u, self.x_proj, self.dt_head)
+        if not self.bidirectional:
+            y, new_state["recurrent"] = gated_scan(
+                *inputs, self.D, z, before, mask=mask, reset=reset, reset_state=start
             )
-            o, new_state = (o + backward) / 2, {}
-        return self.out_proj(o.to(z.dtype) * F.silu(z)), new_state
+            return self.out_proj(y), new_state
+        o = self._recur(inputs, self.D, before, mask=mask, reset=reset, reset_state=start)
+        u = F.silu(x if self.conv1d_b is None else self._convolve_back(x, mask, reset))
+        inputs = self._inputs(u, self.x_proj_b, self.dt_head_b)
+        o = (o + self._recur(inputs, self.D_b, None, mask=mask, reset=reset, reverse=True)) / 2
+        return self.out_proj(o.to(z.dtype) * F.silu(z)), {}
 
-    def _recur(self, x: Tensor, x_proj, dt_head, D: Tensor, state: Tensor | None, **options) -> tuple[Tensor, Tensor]:
-        """o, (B, L, d), before the gate, and the state after it; `options` are those of `longhorn_scan`."""
-        x = F.silu(x)
-        dt, k, q = x_proj(x).split(self.widths, dim=-1)
-        o, state = longhorn_scan(x, dt_head(dt), k, q, state, **options)
-        return torch.addcmul(o, x.to(o.dtype), D.to(o.dtype)), state
+    def _inputs(self, u: Tensor, x_proj: nn.Linear, dt_head: nn.Linear) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, dt, k and q of `longhorn_scan`."""
+        dt, k, q = x_proj(u).split(self.widths, dim=-1)
+        return u, dt_head(dt), k, q
+
+    def _recur(self, inputs: tuple[Tensor, ...], D: Tensor, state: Tensor | None, **options) -> Tensor:
+        """o, (B, L, d), before the gate; `options` are those of `longhorn_scan`."""
+        o, _ = longhorn_scan(*inputs, state, **options)
+        return torch.addcmul(o, inputs[0].to(o.dtype), D.to(o.dtype))
 
     def _convolve_back(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> Tensor:
         """The convolution over each token and the next ones: over the row in reverse, where a document starts with

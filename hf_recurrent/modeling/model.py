@@ -361,10 +361,10 @@ class RecurrentModel(RecurrentPreTrainedModel):
         self.post_init()
 
     @property
-    def active_layers(self) -> nn.ModuleList:
+    def active_layers(self) -> list[nn.Module]:
         """The layers that run: all, but while `generate` lets the first few draft for the others (it then sets
         `config.num_hidden_layers` to `assistant_early_exit`)."""
-        return self.layers[: self.config.num_hidden_layers]
+        return list(self.layers)[: self.config.num_hidden_layers]
 
     def _residual_scale(self, module: nn.Module) -> float:
         outputs = [layer.mlp.down_proj for layer in self.layers if layer.has_mlp]

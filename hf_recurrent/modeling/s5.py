@@ -38,6 +38,7 @@ from transformers.utils import can_return_tuple, is_tracing
 
 from ..scan import linear_scan
 from ..scan.elementwise import gate, skip_gelu
+from ..scan.s5 import discretize, drive, product, read
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, activation, at_least, kernel_size, not_negative, positive, probability
 from .hippo import hippo_normal, lecun_normal
@@ -237,6 +238,11 @@ class S5SSM(nn.Module):
         init.normal_(self.D)
         init.uniform_(self.log_step, math.log(config.dt_min), math.log(config.dt_max))
 
+    @property
+    def poles(self) -> tuple[Tensor, Tensor]:
+        """Real and imaginary part of Lambda, (P',) each."""
+        return self.Lambda_re.clamp(max=-1e-4) if self.config.clip_eigs else self.Lambda_re, self.Lambda_im
+
     def discretize(self, step: Tensor) -> tuple[Tensor, Tensor]:
         """
         Args:
@@ -246,12 +252,8 @@ class S5SSM(nn.Module):
             Lambda-bar and the gain of B-bar = gain * B~, (..., P') complex: by zero-order hold (section 3.2 of the
             paper) or the bilinear transform.
         """
-        real = self.Lambda_re.clamp(max=-1e-4) if self.config.clip_eigs else self.Lambda_re
-        poles = torch.complex(real.to(step.dtype), self.Lambda_im.to(step.dtype))
-        if self.config.discretization == "zoh":
-            return torch.exp(poles * step), torch.expm1(poles * step) / poles  # no cancellation at small steps
-        inverse = 1 / (1 - poles * (step / 2))
-        return inverse * (1 + poles * (step / 2)), inverse * step
+        poles = torch.complex(*(part.to(step.dtype) for part in self.poles))
+        return discretize(poles, step, self.config.discretization == "bilinear")
 
     def forward(
         self,
@@ -278,35 +280,25 @@ class S5SSM(nn.Module):
         Returns:
             y, (B, L, H), and the state after the last real position, None with `bidirectional`.
         """
-        dtype = torch.promote_types(x.dtype, torch.float32)
         step_rescale = self.config.step_rescale if step_rescale is None else step_rescale
-        step = step_rescale * self.log_step[:, 0].to(dtype).exp()
-        b = self.B.to(dtype)
+        log_step = self.log_step[:, 0]
         if timesteps is None:
-            a, gain = self.discretize(step)
-            # Not view_as_complex: weights that were read from a file lie at any multiple of their own size.
-            b = torch.view_as_real(gain[:, None] * torch.complex(b[..., 0], b[..., 1]))
-            scans = [(a, self._drive(x, b))] * 2
+            is_bilinear = self.config.discretization == "bilinear"
+            scans = [drive(x, self.B, *self.poles, log_step, step_rescale, is_bilinear)] * 2
         else:
-            scans, drive = [], self._drive(x, b)
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            scans, driven = [], product(x, self.B.to(dtype))
+            step = step_rescale * log_step.to(dtype).exp()
             for times in _intervals(timesteps.to(dtype), mask, reset)[: 2 if self.config.bidirectional else 1]:
                 a, gain = self.discretize(step * times[..., None])
-                scans.append((a, gain * drive))
+                scans.append((a, gain * driven))
+        scale = 2.0 if self.config.conj_sym else 1.0
         h, final = linear_scan(*scans[0], state, mask=mask, reset=reset, reset_state=reset_state)
         if not self.config.bidirectional:
-            return skip(self._read(h, self.C, x), x, self.D), final
+            return skip(read(h, self.C, scale, x.dtype), x, self.D), final
         backward, _ = linear_scan(*scans[1], mask=mask, reset=reset, reverse=True)
-        return skip(self._read(h, self.C1, x) + self._read(backward, self.C2, x), x, self.D), None
-
-    def _drive(self, x: Tensor, b: Tensor) -> Tensor:
-        """B u, (B, L, P') complex, as one real product with the rows of Re B and Im B in turn."""
-        rows = b.transpose(1, 2).reshape(-1, x.shape[-1]).to(x.dtype)  # (2 P', H)
-        return torch.view_as_complex(F.linear(x, rows).unflatten(-1, (-1, 2)).to(b.dtype))
-
-    def _read(self, h: Tensor, c: Tensor, x: Tensor) -> Tensor:
-        """Re(C h), twice it with conj_sym: the columns are those of Re C and -Im C in turn."""
-        signs = c.new_tensor([1.0, -1.0]) * (2 if self.config.conj_sym else 1)
-        return F.linear(torch.view_as_real(h).flatten(-2).to(x.dtype), (c * signs).flatten(1).to(x.dtype))
+        y = read(h, self.C1, scale, x.dtype) + read(backward, self.C2, scale, x.dtype)
+        return skip(y, x, self.D), None
 
 
 def _intervals(timesteps: Tensor, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -31,32 +32,19 @@ STORAGES = {
     torch.complex64: "Complex<float>",
     torch.complex128: "Complex<double>",
 }
+REAL = frozenset(dtype for dtype in STORAGES if not dtype.is_complex)
 COMPILE_SECONDS = 300
 ELEMENTS_PER_THREAD = 16384  # below this a second thread costs more than it brings
 
 
-class TensorStruct(ctypes.Structure):
-    """The kernels' view of a (batch, length, channels) tensor: an address and strides in elements."""
+# A kernel's arguments are one struct of 64-bit integers, addresses among them, that Python packs in one go: a decoded
+# token calls several kernels per layer, each of them shorter than ctypes takes to fill a Structure field by field.
+Problem = struct.Struct
 
-    _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 3)]
-
-
-class _Problem(ctypes.Structure):
-    _fields_ = [
-        ("batch", ctypes.c_int64),
-        ("length", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("reverse", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
-        ("sum_first", ctypes.c_int64),
-        ("flags", ctypes.c_void_p),
-        ("inputs", TensorStruct * MAX_INPUTS),
-        ("h", TensorStruct),
-        ("grad_h", TensorStruct),
-        ("initial", ctypes.c_void_p),
-        ("state", ctypes.c_void_p),
-        ("grad_inputs", ctypes.c_void_p * MAX_INPUTS),
-    ]
+# batch, length, channels, reverse, threads, sum_first, flags; inputs, h, grad_h; initial, state; grad_inputs
+_PROBLEM = Problem(f"{7 + 4 * (MAX_INPUTS + 2) + 2 + MAX_INPUTS}q")
+NOTHING = (0, 0, 0, 0)  # a tensor that is not there, as `describe` would have it
+NO_GRADS = (0,) * MAX_INPUTS
 
 
 # ---- building -------------------------------------------------------------------------------------------------------
@@ -119,11 +107,9 @@ def _build(stem: str = "scan_cpu", dtype: torch.dtype = torch.float32) -> Path:
 
 
 @functools.cache
-def _load(
-    stem: str, entry: str, dtype: torch.dtype, problem: type[ctypes.Structure]
-) -> Callable[..., int] | BackendUnavailable:
-    """The C function `entry` of csrc/`stem`.cpp for `dtype`, its last argument a pointer to `problem`; or why there is
-    none."""
+def _load(stem: str, entry: str, dtype: torch.dtype, problem: Problem) -> Callable[..., int] | BackendUnavailable:
+    """The C function `entry` of csrc/`stem`.cpp for `dtype`, its last argument a pointer to a struct laid out as
+    `problem`; or why there is none."""
     try:
         path = _build(stem, dtype)
     except BackendUnavailable as error:
@@ -136,58 +122,94 @@ def _load(
         path.unlink(missing_ok=True)  # so that a repaired compiler gets another chance
         return BackendUnavailable(f"the compiled kernels could not be loaded: {error}")
     library.hfr_problem_size.restype = ctypes.c_int64
-    if library.hfr_problem_size() != ctypes.sizeof(problem):
+    if library.hfr_problem_size() != problem.size:
         return BackendUnavailable("the compiled kernels have another layout than this Python code")
     return getattr(library, entry)
 
 
 def unavailable_reason() -> str | None:
     """None where the kernels are ready (compiling them if need be), else one line that says why they are not."""
-    loaded = _load("scan_cpu", "hfr_scan", torch.float32, _Problem)
+    loaded = _load("scan_cpu", "hfr_scan", torch.float32, _PROBLEM)
     return str(loaded) if isinstance(loaded, BackendUnavailable) else None
 
 
-def call(stem: str, entry: str, dtype: torch.dtype, problem: ctypes.Structure, *arguments: int) -> None:
-    """Calls `entry` for `dtype` with integers and the problem.
+def kernel(stem: str, entry: str, dtype: torch.dtype, problem: Problem) -> Callable[..., int] | None:
+    """The C function `entry` for `dtype`; None where the library cannot be built or loaded."""
+    function = _load(stem, entry, dtype, problem)
+    return None if isinstance(function, BackendUnavailable) else function
+
+
+def call(stem: str, entry: str, dtype: torch.dtype, problem: Problem, fields: tuple[int, ...], *arguments: int) -> None:
+    """Calls `entry` for `dtype` with integers and the `fields` of the problem.
 
     Raises:
         BackendUnavailable: the library cannot be built or loaded.
         NotImplementedError: it has no kernel for these arguments.
     """
-    function = _load(stem, entry, dtype, type(problem))
+    function = _load(stem, entry, dtype, problem)
     if isinstance(function, BackendUnavailable):
         raise function
-    if function(*arguments, ctypes.byref(problem)):
+    if function(*arguments, problem.pack(*fields)):
         raise NotImplementedError(f"{entry} has no kernel for {arguments} and {dtype}")
 
 
 # ---- calling ---------------------------------------------------------------------------------------------------------
 
 
-def describe(x: Tensor, shape: torch.Size | None = None) -> TensorStruct:
-    """A tensor's address and strides, as if expanded to `shape`."""
-    strides = x.stride() if shape is None else x.expand(shape).stride()
-    return TensorStruct(x.data_ptr(), (ctypes.c_int64 * 3)(*strides))
+def describe(x: Tensor, shape: torch.Size | None = None) -> tuple[int, int, int, int]:
+    """The kernels' view of a (batch, length, channels) tensor, as if expanded to `shape`: an address, and strides in
+    elements."""
+    if shape is not None and x.shape != shape:
+        x = x.expand(shape)
+    return x.data_ptr(), *x.stride()
 
 
-def pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def describe_if(x: Tensor | None) -> tuple[int, int, int, int]:
+    return NOTHING if x is None else describe(x)
+
+
+def rows(x: Tensor) -> Tensor:
+    """x with its channels side by side, as csrc/rows.h has them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+@functools.lru_cache
+def bits_of(number: float) -> int:
+    """A double as the integer in its place in a problem."""
+    return struct.unpack("q", struct.pack("d", number))[0]
 
 
 def threads_for(elements: int) -> int:
-    return max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
+    if elements < 2 * ELEMENTS_PER_THREAD:
+        return 1
+    return min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD)
 
 
-def _run(cell: str, backwards: bool, inputs: list[Tensor], h: Tensor, state: Tensor, **fields) -> None:
-    problem = _Problem(
-        *h.shape,
-        threads=threads_for(h.numel()),
-        inputs=(TensorStruct * MAX_INPUTS)(*(describe(x, h.shape) for x in inputs)),
-        h=describe(h),
-        state=state.data_ptr(),
-        **fields,
-    )
-    call("scan_cpu", "hfr_scan", h.dtype, problem, CELLS[cell], backwards)
+def _run(
+    cell: str,
+    backwards: bool,
+    inputs: list[Tensor],
+    h: Tensor,
+    state: Tensor,
+    flags: Tensor | None,
+    reverse: bool,
+    sum_first: bool = False,
+    grad_h: tuple[int, ...] = NOTHING,
+    initial: Tensor | None = None,
+    grads: tuple[int, ...] = NO_GRADS,
+) -> None:
+    shape = h.shape
+    described = [number for x in inputs for number in describe(x, shape)]
+    described += NOTHING * (MAX_INPUTS - len(inputs))
+    fields = (
+        *shape, reverse, threads_for(h.numel()), sum_first, pointer(flags), *described, *describe(h), *grad_h,
+        pointer(initial), state.data_ptr(), *grads,
+    )  # fmt: skip
+    call("scan_cpu", "hfr_scan", h.dtype, _PROBLEM, fields, CELLS[cell], backwards)
 
 
 def forward(
@@ -196,7 +218,7 @@ def forward(
     """h (B, L, D) and the final state (B, D). `inputs` broadcast to the last one's shape, all of one dtype."""
     h, state = new_outputs(inputs[-1], initial_state)
     if h.numel():
-        _run(cell, False, inputs, h, state, reverse=reverse, flags=pointer(flags))
+        _run(cell, False, inputs, h, state, flags, reverse)
     return h, state
 
 
@@ -221,11 +243,11 @@ def backward(
             inputs,
             h,
             state,
-            reverse=reverse,
-            flags=pointer(flags),
-            sum_first=sum_first,
-            grad_h=describe(grad_h),
-            initial=pointer(initial),
-            grad_inputs=(ctypes.c_void_p * MAX_INPUTS)(*(g.data_ptr() for g in grads)),
+            flags,
+            reverse,
+            sum_first,
+            describe(grad_h),
+            initial,
+            (*(grad.data_ptr() for grad in grads), *NO_GRADS)[:MAX_INPUTS],
         )
     return summed_to_inputs(grads, inputs), state

@@ -4,7 +4,6 @@ On the CPU, where PyTorch would go through memory for every operation, by compil
 elsewhere, and under torch.compile, which fuses such operations itself, by the plain PyTorch that defines each function.
 """
 
-import ctypes
 import functools
 from collections.abc import Callable
 
@@ -16,17 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import cpu
 from .ops import choose_backend
 from .reference import STATE_DTYPES
+from .unobserved import unobserved
 
-
-class _Problem(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "length", "channels", "threads")),
-        ("inputs", cpu.TensorStruct * 2),
-        *((name, ctypes.c_void_p) for name in ("d", "m", "out")),
-        ("grad_out", cpu.TensorStruct),
-        ("grad_inputs", ctypes.c_void_p * 2),
-        ("grad_d", ctypes.c_void_p),
-    ]
+# batch, length, channels, threads; inputs; d, m, out; grad_out; grad_inputs, grad_d
+_PROBLEM = cpu.Problem("22q")
 
 
 def _skip_gelu(x: Tensor, y: Tensor, d: Tensor, m: Tensor | None) -> Tensor:
@@ -42,14 +34,18 @@ def _gate(x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None) -> Tensor:
 FUNCTIONS = (_skip_gelu, _gate)  # in the order of csrc/elementwise_cpu.cpp
 
 
+def _forward(function: int, x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _call(function, False, x, y, d, m, out.data_ptr(), *cpu.NOTHING, 0, 0, 0)
+    return out
+
+
 class _Compiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function: int, x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None) -> Tensor:
         ctx.function = function
         ctx.save_for_backward(x, y, d, m)
-        out = torch.empty(x.shape, dtype=x.dtype)
-        _call(function, False, x, y, d, m, out=out.data_ptr())
-        return out
+        return _forward(function, x, y, d, m)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -62,7 +58,7 @@ class _Compiled(torch.autograd.Function):
         grad_x, grad_y = (torch.empty(x.shape, dtype=x.dtype) for _ in "xy")
         threads = cpu.threads_for(x.numel())
         grad_d = torch.zeros(threads, x.shape[2], dtype=STATE_DTYPES[x.dtype])
-        grad = _rows(grad)
+        grad = cpu.rows(grad)
         _call(
             ctx.function,
             True,
@@ -70,33 +66,27 @@ class _Compiled(torch.autograd.Function):
             y,
             d,
             m,
-            grad_out=cpu.describe(grad),
-            grad_inputs=(ctypes.c_void_p * 2)(grad_x.data_ptr(), grad_y.data_ptr()),
-            grad_d=grad_d.data_ptr(),
+            0,
+            *cpu.describe(grad),
+            grad_x.data_ptr(),
+            grad_y.data_ptr(),
+            grad_d.data_ptr(),
         )
         return None, grad_x, grad_y, None if d is None else grad_d.sum(0).to(d.dtype), None
 
 
-def _call(function: int, backwards: bool, x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None, **fields) -> None:
+def _call(
+    function: int, backwards: bool, x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None, *fields: int
+) -> None:
+    """`fields`: those of the problem from `out` on."""
     state = STATE_DTYPES[x.dtype]
-    ones = torch.ones(x.shape[2], dtype=state)
-    x, y = _rows(x), _rows(y)
-    d = ones if d is None else d.to(state).contiguous()
-    m = (ones if m is None else m.to(state)).expand(len(x), 1, -1).contiguous()
-    problem = _Problem(
-        *x.shape,
-        threads=cpu.threads_for(x.numel()),
-        inputs=(cpu.TensorStruct * 2)(cpu.describe(x), cpu.describe(y)),
-        d=d.data_ptr(),
-        m=m.data_ptr(),
-        **fields,
-    )
+    x, y = cpu.rows(x), cpu.rows(y)
+    d = d if d is None else d.to(state).contiguous()
+    m = m if m is None else m.to(state).expand(len(x), 1, -1).contiguous()
     if x.numel():
-        cpu.call("elementwise_cpu", "hfr_elementwise", x.dtype, problem, function, backwards)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
+        threads = cpu.threads_for(x.numel())
+        fields = (*x.shape, threads, *cpu.describe(x), *cpu.describe(y), cpu.pointer(d), cpu.pointer(m), *fields)
+        cpu.call("elementwise_cpu", "hfr_elementwise", x.dtype, _PROBLEM, fields, function, backwards)
 
 
 def _apply(plain: Callable, x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None) -> Tensor:
@@ -104,12 +94,12 @@ def _apply(plain: Callable, x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | 
     for name, t, shape in ((other, y, x.shape), ("d", d, channels), ("scale", m, (len(x), 1, *channels))):
         if t is not None and t.shape != shape:
             raise ValueError(f"{name} must have the shape {tuple(shape)}, got {tuple(t.shape)}")
-    # A single position is over before a call of the kernel has begun.
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, FakeTensor)
-    if traced or x.shape[1] == 1 or choose_backend(None, x.device) != "cpu":
+    if traced or choose_backend(None, x.device) != "cpu":
         return plain(x, y, d, m)
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in (x, y, d) if t is not None))
-    return _Compiled.apply(FUNCTIONS.index(plain), x.to(dtype), y.to(dtype), d, m)
+    run = _forward if unobserved(x, y, d, m) else _Compiled.apply
+    return run(FUNCTIONS.index(plain), x.to(dtype), y.to(dtype), d, m)
 
 
 def skip_gelu(x: Tensor, skipped: Tensor, d: Tensor, scale: Tensor | None = None) -> Tensor:

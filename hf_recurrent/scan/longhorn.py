@@ -5,10 +5,11 @@ written grows with L (D + m), never with L D m. The compiled kernel recomputes t
 checkpoints; the plain PyTorch form materialises a chunk of positions at a time and recomputes it likewise.
 """
 
-import ctypes
 import math
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import chunked, cpu, longhorn_cuda, split
@@ -23,19 +24,16 @@ from .ops import (
     step_flags,
 )
 from .reference import STATE_DTYPES, linear_scan_loop
+from .unobserved import unobserved
 
 CHUNK_ELEMENTS = 1 << 20  # states that the plain form materialises at once: 4 MiB in float32
 
 
-class _Problem(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "length", "channels", "states", "reverse", "threads", "pieces")),
-        ("flags", ctypes.c_void_p),
-        *((name, cpu.TensorStruct) for name in ("x", "dt", "k", "q")),
-        *((name, ctypes.c_void_p) for name in ("o", "state", "initial")),
-        ("grad_o", cpu.TensorStruct),
-        *((name, ctypes.c_void_p) for name in ("grad_x", "grad_dt", "grad_k", "grad_q")),
-    ]
+# batch, length, channels, states, reverse, threads, pieces, flags; x, dt, k, q; o, state, initial; grad_o; grad_x,
+# grad_dt, grad_k, grad_q; skip, gate
+_PROBLEM = cpu.Problem("40q")
+_NO_GRADS = (0, *cpu.NOTHING, 0, 0, 0, 0)  # the problem from `initial` to `grad_q`
+_NO_GATE = (0, *cpu.NOTHING)
 
 
 # ---- in plain PyTorch -----------------------------------------------------------------------------------------------
@@ -153,22 +151,15 @@ torch.library.define(
 )
 
 
-def _run(backwards: bool, x, dt, k, q, state, flags, reverse, pieces, **fields) -> None:
-    problem = _Problem(
-        *x.shape,
-        k.shape[2],
-        reverse=reverse,
-        threads=cpu.threads_for(x.numel() * k.shape[2]),
-        pieces=pieces,
-        flags=cpu.pointer(flags),
-        x=cpu.describe(x),
-        dt=cpu.describe(dt),
-        k=cpu.describe(k),
-        q=cpu.describe(q),
-        state=state.data_ptr(),
-        **fields,
-    )
-    cpu.call("longhorn_cpu", "hfr_longhorn", x.dtype, problem, backwards)
+def _run(backwards: bool, x, dt, k, q, state, flags, reverse, pieces, out: int, *fields: int) -> None:
+    """`out` is the address of o, `fields` are those of the problem from `initial` on."""
+    threads = cpu.threads_for(2 * x.numel() * k.shape[2])  # an element here is work for two
+    described = (number for tensor in (x, dt, k, q) for number in cpu.describe(tensor))
+    fields = (
+        *x.shape, k.shape[2], reverse, threads, pieces, cpu.pointer(flags), *described, out,
+        state.data_ptr(), *fields,
+    )  # fmt: skip
+    cpu.call("longhorn_cpu", "hfr_longhorn", x.dtype, _PROBLEM, fields, backwards)
 
 
 def _pieces(x: Tensor) -> int:
@@ -193,13 +184,19 @@ def _(x, dt, k, q, initial_state, flags, reverse, backend):
         return _plain_forward(x, dt, k, q, initial_state, flags, reverse)
     if backend == "cuda":
         return longhorn_cuda.forward(x, dt, k, q, initial_state, flags, reverse)
+    return _cpu_forward(x, dt, k, q, initial_state, flags, reverse)
+
+
+def _cpu_forward(x, dt, k, q, initial_state, flags, reverse, D=None, gate=None) -> tuple[Tensor, Tensor]:
+    """o, with D and the gate (o + D x) silu(gate), and the final state."""
     o = torch.empty(x.shape, dtype=x.dtype)
     if initial_state is None:
         state = torch.zeros(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[x.dtype])
     else:
         state = initial_state.clone(memory_format=torch.contiguous_format)
     if o.numel():
-        _run(False, x, dt, k, q, state, flags, reverse, _pieces(x), o=o.data_ptr())
+        gated = _NO_GATE if D is None else (D.data_ptr(), *cpu.describe(gate))
+        _run(False, x, dt, k, q, state, flags, reverse, _pieces(x), o.data_ptr(), *_NO_GRADS, *gated)
     return o, state
 
 
@@ -226,12 +223,14 @@ def _(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse, backend):
             flags,
             reverse,
             pieces,
-            initial=cpu.pointer(initial),
-            grad_o=cpu.describe(grad_o),
-            grad_x=grad_x.data_ptr(),
-            grad_dt=grad_dt.data_ptr(),
-            grad_k=grad_k.data_ptr(),
-            grad_q=grad_q.data_ptr(),
+            0,
+            cpu.pointer(initial),
+            *cpu.describe(grad_o),
+            grad_x.data_ptr(),
+            grad_dt.data_ptr(),
+            grad_k.data_ptr(),
+            grad_q.data_ptr(),
+            *_NO_GATE,
         )
     return grad_x, grad_dt, grad_k.sum(1).to(k.dtype), grad_q.sum(1).to(q.dtype), state
 
@@ -310,7 +309,7 @@ def _with_starts(x, dt, k, q, mask, reset, start) -> tuple[list[Tensor], Tensor,
     return [x, dt, k, q], mask, dropped, places
 
 
-# ---- the function ---------------------------------------------------------------------------------------------------
+# ---- the functions --------------------------------------------------------------------------------------------------
 
 
 def longhorn_scan(
@@ -423,3 +422,68 @@ def longhorn_scan(
             return o, given_state.copy_(state)
         return torch.ops.hf_recurrent.longhorn_(x, dt, k, q, given_state, flags, reverse, backend), given_state
     return run((x, dt, k, q), initial_state)
+
+
+def _gated_scan(
+    scan: Callable,
+    x: Tensor,
+    dt: Tensor,
+    k: Tensor,
+    q: Tensor,
+    D: Tensor,
+    gate: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    reset_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`gated_scan` by `scan`, which is `longhorn_scan`."""
+    o, state = scan(x, dt, k, q, initial_state, mask=mask, reset=reset, reset_state=reset_state)
+    o = torch.addcmul(o, x.to(o.dtype), D.to(o.dtype))
+    return o.to(gate.dtype) * F.silu(gate), state
+
+
+def gated_scan(
+    x: Tensor,
+    dt: Tensor,
+    k: Tensor,
+    q: Tensor,
+    D: Tensor,
+    gate: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    reset_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    (o + D x) silu(gate) of `longhorn_scan`'s o, and its final state; on the CPU in one pass, where nothing
+    differentiates it.
+
+    Args:
+        x, dt, k, q, initial_state, mask, reset, reset_state: as for `longhorn_scan`.
+        D: (D,), the share of x that passes by the state.
+        gate: (B, L, D).
+
+    Returns:
+        (B, L, D) in the gate's dtype, and the final state, (B, D, m).
+    """
+    check_mask("mask", mask, x)
+    check_mask("reset", reset, x)
+    tensors = (x, dt, k, q, D, gate)
+    if (
+        (reset is None or reset_state is None)
+        and unobserved(*tensors, initial_state, mask, reset)
+        and x.dtype in cpu.REAL
+        and all(t.dtype is x.dtype for t in tensors)
+        and x.shape == dt.shape == gate.shape
+        and k.shape == q.shape == (*x.shape[:2], k.shape[-1])
+        and D.shape == x.shape[2:]
+        and (initial_state is None or initial_state.dtype is STATE_DTYPES[x.dtype])
+        and (initial_state is None or initial_state.shape == (len(x), x.shape[2], k.shape[2]))
+        and cpu.unavailable_reason() is None
+    ):
+        flags = step_flags(mask, reset, reverse=False)
+        return _cpu_forward(x, dt, k, q, initial_state, flags, False, D.contiguous(), gate)
+    return _gated_scan(longhorn_scan, *tensors, initial_state, mask=mask, reset=reset, reset_state=reset_state)

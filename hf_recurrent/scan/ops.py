@@ -15,6 +15,7 @@ from torch import Tensor
 from . import chunked, cpu, cuda, split
 from .kernel_cache import BackendUnavailable
 from .reference import STATE_DTYPES, linear_scan_loop
+from .unobserved import unobserved
 
 BACKENDS = ("reference", "chunked", "cpu", "cuda")
 COMPILED = {"cpu": cpu, "cuda": cuda}  # each by the type of the devices that it serves
@@ -310,6 +311,18 @@ def started(a: Tensor, b: Tensor, mask: Tensor | None, reset: Tensor, reset_stat
     return a, b + torch.where(drop, a, 0) * start
 
 
+def _needs_no_more(inputs: list[Tensor], state: Tensor | None) -> bool:
+    """Whether these can go to the CPU kernel as they are: for a decoded token all checks cost more than the scan."""
+    shape, dtype = inputs[-1].shape, inputs[-1].dtype
+    if not unobserved(*inputs, state) or len(shape) != 3:
+        return False
+    if any(x.dtype is not dtype or x.shape != shape for x in inputs):
+        return False
+    if state is not None and (state.dtype is not STATE_DTYPES[dtype] or state.shape != (shape[0], shape[2])):
+        return False
+    return cpu.unavailable_reason() is None
+
+
 def scan(
     cell: Cell,
     inputs: dict[str, Tensor],
@@ -328,6 +341,9 @@ def scan(
     last = tensors[-1]
     for name, x in inputs.items():
         check_tensor(name, x, last)
+    is_bare = backend is mask is reset is reset_state is None and not update_state
+    if is_bare and _needs_no_more(tensors, initial_state):
+        return cpu.forward(cell.name, tensors, initial_state, None, reverse)
     if last.dim() != 3:
         raise ValueError(f"{names[-1]} must have the shape (batch, length, channels), got {tuple(last.shape)}")
     batch, length, channels = last.shape

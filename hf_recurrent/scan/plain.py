@@ -11,10 +11,36 @@ import torch
 from torch import Tensor
 
 from . import chunked
+from .convolution import _short_convolution, state_after
 from .elementwise import _gate, _skip_gelu
-from .longhorn import _plain_forward, _with_starts
+from .gateloop import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS, _channel_loop
+from .longhorn import _gated_scan, _plain_forward, _with_starts
+from .norm import _rms_norm
 from .ops import _mingru, _minlstm, started, step_flags
 from .reference import STATE_DTYPES
+from .s5 import _drive, _read, discretize, product
+
+__all__ = [
+    "MAGNITUDE_ACTIVATIONS",
+    "PHASE_ACTIVATIONS",
+    "carried_inputs",
+    "channel_loop",
+    "discretize",
+    "document_borders",
+    "drive",
+    "gate",
+    "gated_scan",
+    "state_after",
+    "linear_scan",
+    "longhorn_scan",
+    "mingru_scan",
+    "minlstm_scan",
+    "product",
+    "read",
+    "rms_norm",
+    "short_convolution",
+    "skip_gelu",
+]
 
 
 def linear_scan(
@@ -125,14 +151,23 @@ def longhorn_scan(
     return o.gather(1, places[..., None].expand_as(x)).to(dtype), state
 
 
+# By the definitions that their kernels have.
+channel_loop = functools.partial(_channel_loop, linear_scan)
+drive = _drive
+gated_scan = functools.partial(_gated_scan, longhorn_scan)
+read = _read
+rms_norm = _rms_norm
+short_convolution = _short_convolution
+
+
 def carried_inputs(state: Tensor | None, own, mask: Tensor | None, reset: Tensor | None) -> Tensor | None:
     """What a convolution reads before its inputs: an exported model has whole sequences."""
     return state
 
 
-def document_borders(group: None, position_ids, seq_idx, mask, reset, like, shortest: int) -> tuple:
-    """mask and reset: an exported model has whole sequences."""
-    return mask, reset
+def document_borders(group: None, position_ids, seq_idx, mask, starts, like, shortest: int) -> tuple:
+    """mask and starts: an exported model has whole sequences."""
+    return mask, starts
 
 
 def skip_gelu(x: Tensor, skipped: Tensor, d: Tensor, scale: Tensor | None = None) -> Tensor:

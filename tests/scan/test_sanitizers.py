@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import torch
 from hf_recurrent.scan import cpu, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan.convolution import short_convolution
 from hf_recurrent.scan.elementwise import gate, skip_gelu
+from hf_recurrent.scan.gateloop import channel_loop
+from hf_recurrent.scan.longhorn import gated_scan
+from hf_recurrent.scan.norm import rms_norm
+from hf_recurrent.scan.s5 import drive, read
 
 # At -O3 the instrumented code takes minutes to compile.
 flags = [[flag.replace("-O3", "-O1") for flag in flags] for flags in cpu._flag_sets()]
@@ -69,6 +74,31 @@ for batch, length, channels in SHAPES:
     x = rows(batch, length, channels)
     gradients(skip_gelu, x, x, torch.randn(channels))
     gradients(lambda x, y: gate(x, y, torch.ones(batch, 1, channels)), x, x)
+torch.set_grad_enabled(False)
+for dtype in (torch.float32, torch.bfloat16):
+    for batch, length, channels in SHAPES:
+        x, weight = rows(batch, length, channels).to(dtype), torch.randn(channels).to(dtype)
+        assert rms_norm(x.float(), weight, 1e-5).isfinite().all() and rms_norm(x, weight, 1e-5).isfinite().all()
+        for taps in (2, 5):
+            state, kernel = rows(batch, taps - 1, channels).to(dtype), torch.randn(channels, 1, taps).to(dtype)
+            for option in options(batch, length):
+                del option["reverse"]
+                short_convolution(x, kernel, weight, state, **option, silu=True)
+                short_convolution(x, kernel, None, None, **option)
+    for batch, length, states, width in [(1, 1, 1, 1), (2, 3, 37, 1001)]:
+        b, c = torch.randn(states, width, 2).to(dtype), torch.randn(width, states, 2).to(dtype)
+        driven = drive(rows(batch, length, width).to(dtype), b, *torch.randn(3, states).to(dtype), 1.0, False)[1]
+        assert read(driven, c, 2.0, dtype).shape == (batch, length, width)
+    for batch, length, channels in SHAPES[:4]:
+        x, k, state = rows(batch, length, channels), rows(batch, length, 5), torch.randn(batch, channels, 5)
+        x, k = x.to(dtype), k.to(dtype)
+        for option in options(batch, length):
+            del option["reverse"]
+            gated_scan(x, x, k, k, torch.randn(channels).to(dtype), x, state, **option)
+            few = x[:1, :8]
+            wide = torch.cat([few, few, few], dim=-1)
+            option = {name: mask if mask is None else mask[:1, :8] for name, mask in option.items()}
+            channel_loop(wide, wide[..., : 2 * channels], few, "exponential", "tanh", **option)
 print("done")
 """
 

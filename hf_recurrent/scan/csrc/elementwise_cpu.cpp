@@ -1,26 +1,21 @@
 // The loops of elementwise.h for CPUs: each thread takes a run of positions, whose channels are contiguous.
-#include <stdint.h>
+#include <vector>
 
 #include "elementwise.h"
 #include "independent.h"
+#include "rows.h"
 
 namespace {
 
 using namespace hfr;
 
-// Strides count elements, in the order batch, length, channels; the last is 1.
-struct Tensor {
-  char* data;
-  int64_t stride[3];
-};
-
 struct Problem {
   int64_t batch, length, channels, threads;
-  Tensor inputs[2];
-  const char* d;          // (channels) in the state type
-  const char* m;          // (batch, channels) in the state type
+  Rows inputs[2];
+  const char* d;          // (channels) in the state type, or null for ones
+  const char* m;          // (batch, channels) in the state type, or null for ones
   char* out;              // forward: (batch, length, channels) contiguous
-  Tensor grad_out;        // backward only, as are the following
+  Rows grad_out;          // backward only, as are the following
   char* grad_inputs[2];   // contiguous
   char* grad_d;           // (threads, channels) in the state type: the sums of each thread's positions, zero before
 };
@@ -43,23 +38,19 @@ void backward_row(const T* x, const T* y, const State* d, const State* m, const 
   }
 }
 
-template <class T>
-const T* row(const Tensor& x, int64_t b, int64_t t) {
-  return reinterpret_cast<const T*>(x.data) + b * x.stride[0] + t * x.stride[1];
-}
-
 template <template <class> class Function, class T>
 int run(const Problem& p, int backwards) {
   using State = typename StateOf<T>::type;
   using F = Function<State>;
   const int64_t n = p.channels, rows = p.batch * p.length;
-  const State* d = reinterpret_cast<const State*>(p.d);
+  std::vector<State> ones(p.d && p.m ? 0 : n, State(1));
+  const State* d = p.d ? reinterpret_cast<const State*>(p.d) : ones.data();
 #pragma omp parallel for schedule(static) num_threads(p.threads) if (p.threads > 1)
   for (int64_t thread = 0; thread < p.threads; ++thread) {
     for (int64_t r = rows * thread / p.threads; r < rows * (thread + 1) / p.threads; ++r) {
       int64_t b = r / p.length, t = r % p.length;
       const T *x = row<T>(p.inputs[0], b, t), *y = row<T>(p.inputs[1], b, t);
-      const State* m = reinterpret_cast<const State*>(p.m) + b * n;
+      const State* m = p.m ? reinterpret_cast<const State*>(p.m) + b * n : ones.data();
       if (!backwards) {
         forward_row<F>(x, y, d, m, reinterpret_cast<T*>(p.out) + r * n, n);
       } else {

@@ -31,6 +31,8 @@ struct Problem {
   Tensor grad_o;                     // backward: (batch, length, channels)
   char *grad_x, *grad_dt;            // backward: (batch, length, channels) contiguous
   char *grad_k, *grad_q;             // backward: (batch, pieces, length, states) contiguous, zero, in the state type
+  const char* skip;                  // forward: D, (channels), or null; with it o becomes (o + D x) silu(gate)
+  Tensor gate;                       // forward: (batch, length, channels)
 };
 
 template <class T>
@@ -60,14 +62,16 @@ struct Block {
     memset(s, 0, m * kWidth * sizeof(State));
     if (!data) return;
     const State* from = reinterpret_cast<const State*>(data) + (b * p.channels + d) * m;
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t j = 0; j < m; ++j) s[j * kWidth + i] = from[i * m + j];
+    for (int64_t j = 0; j < m; ++j)
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) s[j * kWidth + i] = from[i * m + j];
   }
 
   void scatter(const State* s, char* data) const {
     State* to = reinterpret_cast<State*>(data) + (b * p.channels + d) * m;
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t j = 0; j < m; ++j) to[i * m + j] = s[j * kWidth + i];
+    for (int64_t j = 0; j < m; ++j)
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) to[i * m + j] = s[j * kWidth + i];
   }
 
   void load_row(const Tensor& tensor, int64_t t, State* to) const {
@@ -133,10 +137,23 @@ struct Block {
       int64_t t = position(step);
       load_position(t);
       advance<true>(flags(t), s, s);
+      if (p.skip) read_gated(t);
       T* o = reinterpret_cast<T*>(p.o) + (b * p.length + t) * p.channels + d;
       for (int64_t i = 0; i < n; ++i) store(out[i], o[i]);
     }
     scatter(s, p.state);
+  }
+
+  void read_gated(int64_t t) {
+    const T* skip = reinterpret_cast<const T*>(p.skip) + d;
+    State gate[kWidth];
+    load_row(p.gate, t, gate);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+      State sigma, complement;
+      logistic(gate[i], sigma, complement);
+      out[i] = (out[i] + load(skip[i]) * x[i]) * (gate[i] * sigma);
+    }
   }
 
   void backward(std::vector<State>& scratch) {

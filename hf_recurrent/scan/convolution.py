@@ -1,0 +1,168 @@
+"""The short causal depthwise convolution that comes before a recurrence, over the real tokens of each row's document.
+
+On the CPU by one kernel (csrc/convolution_cpu.cpp), for any number of positions, where nothing differentiates or traces
+it; else in plain PyTorch.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.utils import is_tracing
+
+from . import cpu
+from .ops import check_mask, step_flags
+from .unobserved import unobserved
+
+# batch, length, channels, threads, taps, silu, flags; x, state; weight, bias, out, new_state
+_PROBLEM = cpu.Problem("19q")
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    silu: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """
+    y_t = bias + sum_j weight[:, 0, j] * x_{t - k + 1 + j}
+
+    Args:
+        x: (B, L, D).
+        weight, bias: (D, 1, k) and (D,), or no bias.
+        state: the k - 1 real inputs before x, (B, k - 1, D); zeros when None.
+        mask: (B, L) bool, False at padding: no tap lands on it, and it changes no state.
+        reset: (B, L) bool, True at the first token of a document: no tap reaches over it.
+        silu: whether y goes through a SiLU.
+
+    Returns:
+        y, (B, L, D), and the new state, (B, k - 1, D).
+    """
+    check_mask("mask", mask, x)
+    check_mask("reset", reset, x)
+    dtype, (batch, length, channels), taps = x.dtype, x.shape, weight.shape[2]
+    options = {"mask": mask, "reset": reset, "silu": silu}
+    alike = all(tensor is None or tensor.dtype is dtype for tensor in (weight, bias, state))
+    fits = len(weight) == channels and (state is None or state.shape == (batch, taps - 1, channels))
+    is_known = alike and fits and dtype in cpu.REAL and x.numel()
+    if not is_known or not unobserved(x, weight, bias, state, mask, reset):
+        return _short_convolution(x, weight, bias, state, **options)
+    kernel = cpu.kernel("convolution_cpu", "hfr_short_convolution", dtype, _PROBLEM)
+    if kernel is None:
+        return _short_convolution(x, weight, bias, state, **options)
+    x, weight = cpu.rows(x), weight.contiguous()
+    state = state if state is None else cpu.rows(state)
+    bias = bias if bias is None else bias.contiguous()
+    flags = step_flags(mask, reset, reverse=False)
+    y, new_state = torch.empty(x.shape, dtype=dtype), torch.empty(batch, taps - 1, channels, dtype=dtype)
+    fields = (
+        batch, length, channels, cpu.threads_for(x.numel()), taps, silu, cpu.pointer(flags), *cpu.describe(x),
+        *cpu.describe_if(state), weight.data_ptr(), cpu.pointer(bias), y.data_ptr(), new_state.data_ptr(),
+    )  # fmt: skip
+    kernel(_PROBLEM.pack(*fields))
+    return y, new_state
+
+
+# ---- in plain PyTorch ------------------------------------------------------------------------------------------------
+
+
+def _short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    silu: bool = False,
+) -> tuple[Tensor, Tensor]:
+    y, state = _convolve_documents(x, weight, bias, state, mask, reset)
+    return F.silu(y) if silu else y, state
+
+
+def _convolve_documents(x, weight, bias, state, mask, reset) -> tuple[Tensor, Tensor]:
+    length, taps_back = x.shape[1], weight.shape[2] - 1
+    state = _zeros(x, taps_back) if state is None else state.to(x.dtype)
+    inputs = torch.cat([state, x], dim=1)  # (B, k - 1 + L, D)
+    if mask is None and reset is None:
+        y = _weigh(inputs, weight, bias)[:, None] if length == 1 else _convolve(inputs, weight, bias)
+        # A copy: the state would otherwise keep the whole of `inputs` alive.
+        return y, inputs[:, length:].clone()
+
+    taps, keep = _taps(x, taps_back, mask, reset)
+    rows = torch.arange(len(x), device=x.device)
+    last = _gather(inputs, rows[:, None], taps[:, -1], keep[:, -1])  # (B, k, D)
+    taps, keep = taps[:, :-1], keep[:, :-1]
+    if is_tracing(x):
+        y = _weigh(_gather(inputs, rows[:, None, None], taps, keep), weight, bias)
+    else:
+        # Nearly all tokens have their taps right before them and in their document; the others are done over.
+        contiguous = torch.arange(length, device=x.device)[:, None] + torch.arange(taps_back + 1, device=x.device)
+        apart = ((taps != contiguous) | ~keep).any(-1)
+        at = (apart if mask is None else apart & mask).nonzero(as_tuple=True)
+        y = _convolve(inputs, weight, bias)
+        done_over = _weigh(_gather(inputs, at[0][:, None], taps[at], keep[at]), weight, bias)
+        y = y.index_put(at, done_over.to(y.dtype))
+    return y, last[:, 1:]
+
+
+def state_after(x: Tensor, taps_back: int, mask: Tensor | None, reset: Tensor | None) -> Tensor:
+    """The state after x alone, (B, taps_back, D)."""
+    inputs = torch.cat([_zeros(x, taps_back), x], dim=1)
+    if mask is None and reset is None:
+        return inputs[:, x.shape[1] :]
+    taps, keep = _taps(x, taps_back, mask, reset)
+    rows = torch.arange(len(x), device=x.device)
+    return _gather(inputs, rows[:, None], taps[:, -1], keep[:, -1])[:, 1:]
+
+
+def _zeros(x: Tensor, taps_back: int) -> Tensor:
+    return x.new_zeros(len(x), taps_back, x.shape[2])
+
+
+def _taps(x: Tensor, taps_back: int, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where the taps of each token lie in [state, x], (B, L + 1, k) in the order of the weights, and which of them
+    lie in the token's own document; the last entry is the token that would come next, less its own tap."""
+    batch, length = x.shape[:2]
+    size = taps_back + length
+    position = torch.arange(size, device=x.device).expand(batch, -1)
+    real = position.new_ones(batch, size, dtype=torch.bool)
+    if mask is not None:
+        real = torch.cat([real[:, :taps_back], mask], dim=1)
+    # order[n] is the position of the n-th real input, rank[p] the n of position p (or of the last real one before)
+    rank = real.cumsum(1) - 1
+    order = torch.zeros(batch, size + 1, dtype=torch.long, device=x.device)
+    order = order.scatter(1, torch.where(real, rank, size), position)
+    rank = torch.cat([rank[:, taps_back:], rank[:, -1:]], dim=1)  # (B, L + 1)
+    # Below 0 only at padding before the first real token, where any tap will do.
+    nth = (rank[:, :, None] - torch.arange(taps_back, -1, -1, device=x.device)).clamp(min=0)
+    taps = order.gather(1, nth.flatten(1)).view_as(nth)
+    if reset is None:
+        return taps, torch.ones_like(taps, dtype=torch.bool)
+    if mask is not None:
+        reset = reset & mask
+    document = torch.cat([reset.new_zeros(batch, taps_back), reset], dim=1).cumsum(1)
+    own = torch.cat([document[:, taps_back:], document[:, -1:]], dim=1)
+    return taps, document.gather(1, taps.flatten(1)).view_as(taps) == own[:, :, None]
+
+
+def _gather(inputs: Tensor, rows: Tensor, taps: Tensor, keep: Tensor) -> Tensor:
+    """The inputs (..., k, D) under the taps (..., k), zero where they are not kept."""
+    return torch.where(keep[..., None], inputs[rows, taps], 0)
+
+
+def _weigh(windows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(..., k, D) -> (..., D): the convolution at chosen positions."""
+    y = (windows * weight.squeeze(1).T).sum(-2)
+    return y if bias is None else y + bias
+
+
+def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(B, k - 1 + L, D) -> (B, L, D). As a convolution of images one pixel high whose channels come last in
+    memory, which is what `inputs` is already: conv1d would transpose it."""
+    image, weight = inputs.transpose(1, 2).unsqueeze(2), weight.unsqueeze(2)
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    return F.conv2d(image, weight, bias, groups=len(weight)).squeeze(2).transpose(1, 2)
