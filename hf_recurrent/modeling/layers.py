@@ -132,7 +132,8 @@ class RecurrentBlock(GradientCheckpointingLayer):
     ) -> tuple[Tensor, State]:
         """(B, L, hidden_size) -> the same, and the mixer's new state; see the contract at the top of this file."""
         mixed, new_state, *_ = self.mixer(self.mixer_norm(hidden_states), state, mask, reset, **mixer_kwargs)
-        hidden_states = hidden_states + self.dropout(mixed)
+        hidden_states = hidden_states + (self.dropout(mixed) if self.training else mixed)
         if self.has_mlp:
-            hidden_states = hidden_states + self.dropout(self.mlp(self.mlp_norm(hidden_states)))
+            added = self.mlp(self.mlp_norm(hidden_states))
+            hidden_states = hidden_states + (self.dropout(added) if self.training else added)
         return hidden_states, new_state

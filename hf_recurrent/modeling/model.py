@@ -19,6 +19,7 @@ from transformers.utils import can_return_tuple, is_tracing
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..scan.reference import COMPLEX_STATE_DTYPES
 from ..scan.split import document_borders
 from .cache import RecurrentCache, StaticRecurrentCache
 from .cache_layers import recorded_calls
@@ -528,19 +529,20 @@ class RecurrentModel(RecurrentPreTrainedModel):
             raise ValueError(f"past_key_values has {len(cache.layers)} layers, {type(self).__name__} has {len(layers)}")
         if cache.batch_size not in (-1, batch):
             raise ValueError(f"past_key_values holds the states of {cache.batch_size} rows, the input has {batch}")
+        real = torch.float64 if self.dtype is torch.float64 else torch.float32
         for index, (held, layer) in enumerate(zip(cache.layers, layers, strict=True)):
-            shapes = {name: tuple(state.shape[1:]) for name, state in held.states.items()}
-            if shapes and shapes != layer.mixer.state_shapes:
+            states, mixer = held.states, layer.mixer
+            if not states:
+                continue
+            shapes = {name: state.shape[1:] for name, state in states.items()}
+            if shapes != mixer.state_shapes:
+                shapes = {name: tuple(shape) for name, shape in shapes.items()}
                 raise ValueError(
                     f"past_key_values holds states of another model: layer {index} has the shapes {shapes}, "
-                    f"{type(self).__name__} expects {layer.mixer.state_shapes} (without the batch)"
+                    f"{type(self).__name__} expects {mixer.state_shapes} (without the batch)"
                 )
-            wide = self.dtype is torch.float64
-            if layer.mixer.complex_state:
-                expected = torch.complex128 if wide else torch.complex64
-            else:
-                expected = torch.float64 if wide else torch.float32
-            if shapes and (dtype := held.states["recurrent"].dtype) is not expected:
+            expected = COMPLEX_STATE_DTYPES[real] if mixer.complex_state else real
+            if (dtype := states["recurrent"].dtype) is not expected:
                 raise TypeError(
                     f"past_key_values holds a state of another dtype: layer {index} has {dtype}, "
                     f"{type(self).__name__} in {self.dtype} expects {expected}"

@@ -41,18 +41,22 @@ def short_convolution(
     Returns:
         y, (B, L, D), and the new state, (B, k - 1, D).
     """
+    dtype, taps, kernel = x.dtype, weight.shape[2], None
+    batch, length, channels = x.shape
+    if (
+        unobserved(x, weight, bias, state, mask, reset)
+        and x.numel()
+        and dtype in cpu.REAL
+        and weight.dtype is dtype
+        and weight.shape[0] == channels
+        and (bias is None or bias.dtype is dtype)
+        and (state is None or (state.dtype is dtype and state.shape == (batch, taps - 1, channels)))
+    ):
+        kernel = cpu.kernel("convolution_cpu", "hfr_short_convolution", dtype, _PROBLEM)
+    if kernel is None:
+        return _short_convolution(x, weight, bias, state, mask=mask, reset=reset, silu=silu)
     check_mask("mask", mask, x)
     check_mask("reset", reset, x)
-    dtype, (batch, length, channels), taps = x.dtype, x.shape, weight.shape[2]
-    options = {"mask": mask, "reset": reset, "silu": silu}
-    alike = all(tensor is None or tensor.dtype is dtype for tensor in (weight, bias, state))
-    fits = len(weight) == channels and (state is None or state.shape == (batch, taps - 1, channels))
-    is_known = alike and fits and dtype in cpu.REAL and x.numel()
-    if not is_known or not unobserved(x, weight, bias, state, mask, reset):
-        return _short_convolution(x, weight, bias, state, **options)
-    kernel = cpu.kernel("convolution_cpu", "hfr_short_convolution", dtype, _PROBLEM)
-    if kernel is None:
-        return _short_convolution(x, weight, bias, state, **options)
     x, weight = cpu.rows(x), weight.contiguous()
     state = state if state is None else cpu.rows(state)
     bias = bias if bias is None else bias.contiguous()

@@ -469,21 +469,22 @@ def gated_scan(
     Returns:
         (B, L, D) in the gate's dtype, and the final state, (B, D, m).
     """
-    check_mask("mask", mask, x)
-    check_mask("reset", reset, x)
-    tensors = (x, dt, k, q, D, gate)
+    tensors, dtype = (x, dt, k, q, D, gate), x.dtype
     if (
         (reset is None or reset_state is None)
         and unobserved(*tensors, initial_state, mask, reset)
-        and x.dtype in cpu.REAL
-        and all(t.dtype is x.dtype for t in tensors)
+        and dtype in cpu.REAL
+        and dtype is dt.dtype is k.dtype is q.dtype is D.dtype is gate.dtype
         and x.shape == dt.shape == gate.shape
-        and k.shape == q.shape == (*x.shape[:2], k.shape[-1])
+        and k.shape == q.shape
+        and k.shape[:2] == x.shape[:2]
         and D.shape == x.shape[2:]
-        and (initial_state is None or initial_state.dtype is STATE_DTYPES[x.dtype])
-        and (initial_state is None or initial_state.shape == (len(x), x.shape[2], k.shape[2]))
+        and (initial_state is None or initial_state.dtype is STATE_DTYPES[dtype])
+        and (initial_state is None or initial_state.shape == (x.shape[0], x.shape[2], k.shape[2]))
         and cpu.unavailable_reason() is None
     ):
+        check_mask("mask", mask, x)
+        check_mask("reset", reset, x)
         flags = step_flags(mask, reset, reverse=False)
         return _cpu_forward(x, dt, k, q, initial_state, flags, False, D.contiguous(), gate)
     return _gated_scan(longhorn_scan, *tensors, initial_state, mask=mask, reset=reset, reset_state=reset_state)

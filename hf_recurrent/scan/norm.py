@@ -27,11 +27,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         (B, L, D) in the weight's dtype.
     """
-    dtype = weight.dtype
-    is_known = dtype in cpu.REAL and (x.dtype is dtype or x.dtype is STATE_DTYPES[dtype])
-    if not is_known or x.dim() != 3 or x.shape[2:] != weight.shape or not x.numel() or not unobserved(x, weight):
-        return _rms_norm(x, weight, eps)
-    kernel = cpu.kernel("norm_cpu", "hfr_rms_norm", dtype, _PROBLEM)
+    dtype, kernel = weight.dtype, None
+    if (
+        unobserved(x, weight)
+        and dtype in cpu.REAL
+        and (x.dtype is dtype or x.dtype is STATE_DTYPES[dtype])
+        and x.dim() == 3
+        and x.shape[2:] == weight.shape
+        and x.numel()
+    ):
+        kernel = cpu.kernel("norm_cpu", "hfr_rms_norm", dtype, _PROBLEM)
     if kernel is None:
         return _rms_norm(x, weight, eps)
     x, weight = cpu.rows(x), weight.contiguous()

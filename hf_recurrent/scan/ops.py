@@ -311,12 +311,16 @@ def started(a: Tensor, b: Tensor, mask: Tensor | None, reset: Tensor, reset_stat
     return a, b + torch.where(drop, a, 0) * start
 
 
-def _needs_no_more(inputs: list[Tensor], state: Tensor | None) -> bool:
+def _needs_no_checks(inputs: list[Tensor], state: Tensor | None) -> bool:
     """Whether these can go to the CPU kernel as they are: for a decoded token all checks cost more than the scan."""
-    shape, dtype = inputs[-1].shape, inputs[-1].dtype
-    if not unobserved(*inputs, state) or len(shape) != 3:
+    last = inputs[-1]
+    if not unobserved(*inputs, state) or last.dim() != 3:
         return False
-    if any(x.dtype is not dtype or x.shape != shape for x in inputs):
+    shape, dtype = last.shape, last.dtype
+    for x in inputs:
+        if x is None or x.dtype is not dtype or (x.shape != shape and x.shape != shape[2:]):
+            return False
+    if dtype not in STATE_DTYPES:
         return False
     if state is not None and (state.dtype is not STATE_DTYPES[dtype] or state.shape != (shape[0], shape[2])):
         return False
@@ -339,11 +343,11 @@ def scan(
     given_state = initial_state
     names, tensors = list(inputs), list(inputs.values())
     last = tensors[-1]
+    is_bare = backend is mask is reset is reset_state is None and not update_state
+    if is_bare and last is not None and _needs_no_checks(tensors, initial_state):
+        return cpu.forward(cell.name, tensors, initial_state, None, reverse)
     for name, x in inputs.items():
         check_tensor(name, x, last)
-    is_bare = backend is mask is reset is reset_state is None and not update_state
-    if is_bare and _needs_no_more(tensors, initial_state):
-        return cpu.forward(cell.name, tensors, initial_state, None, reverse)
     if last.dim() != 3:
         raise ValueError(f"{names[-1]} must have the shape (batch, length, channels), got {tuple(last.shape)}")
     batch, length, channels = last.shape

@@ -17,10 +17,11 @@ from .gateloop import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS, _channel_loop
 from .longhorn import _gated_scan, _plain_forward, _with_starts
 from .norm import _rms_norm
 from .ops import _mingru, _minlstm, started, step_flags
-from .reference import STATE_DTYPES
+from .reference import COMPLEX_STATE_DTYPES, STATE_DTYPES
 from .s5 import _drive, _read, discretize, product
 
 __all__ = [
+    "COMPLEX_STATE_DTYPES",
     "MAGNITUDE_ACTIVATIONS",
     "PHASE_ACTIVATIONS",
     "carried_inputs",

@@ -5,8 +5,10 @@ compiles, traces, transforms or records the calls, so a kernel may be called pas
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled, is_grad_enabled
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.jit import is_tracing
 from torch.nn import Parameter
 
 from . import split
@@ -17,13 +19,7 @@ _count_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _count_function_modes = getattr(torch._C, "_len_torch_function_stack", None)
 
 
-def _has_modes() -> bool:
-    """Whether a mode, a transform of torch.func or a level of forward-mode derivatives is active, as far as known."""
-    if _transforms_are_active is None or _count_dispatch_modes is None or _count_function_modes is None:
-        return True
-    if _transforms_are_active() or _count_dispatch_modes() or _count_function_modes():
-        return True
-    return getattr(forward_ad, "_current_level", 0) >= 0  # -1 outside of all levels
+CAN_ASK = None not in (_transforms_are_active, _count_dispatch_modes, _count_function_modes)
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
@@ -33,15 +29,15 @@ def unobserved(*tensors: Tensor | None) -> bool:
     off, so that all models compute alike where they are on. Nor may it where a sequence is split over processes, whose
     states come from each other.
     """
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or split.current_group() is not None:
+    if is_grad_enabled() or is_compiling() or is_tracing() or is_autocast_enabled("cpu") or split.current_group():
         return False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _has_modes():
+    if not CAN_ASK or _transforms_are_active() or _count_dispatch_modes() or _count_function_modes():
+        return False
+    if getattr(forward_ad, "_current_level", 0) >= 0:  # -1 outside of all levels
         return False
     for x in tensors:
-        if x is None:
-            continue
-        if type(x) is not Tensor and type(x) is not Parameter:
-            return False
-        if not x.is_cpu or x.is_neg() or x.is_conj():
-            return False
+        if x is not None:
+            kind = type(x)
+            if (kind is not Tensor and kind is not Parameter) or not x.is_cpu or x.is_neg() or x.is_conj():
+                return False
     return True
