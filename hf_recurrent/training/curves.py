@@ -31,11 +31,11 @@ SMOOTHED = ("loss", "grad_norm", "tokens_per_second")
 
 
 def label(name: str) -> str:
-    """The axis of a quantity; of memory_16/layer_3: "state left after 16 tokens, layer 3"."""
+    """The axis of a quantity; of memory_16/layer_3: "share of a state left after 16 tokens, layer 3"."""
     whole, _, layer = name.partition("/")
     text = LABELS.get(whole, whole.replace("_", " "))
     if whole.startswith("memory_"):
-        text = f"state left after {whole.removeprefix('memory_')} tokens"
+        text = f"share of a state left after {whole.removeprefix('memory_')} tokens"
     return f"{text}, {layer.replace('_', ' ')}" if layer else text
 
 

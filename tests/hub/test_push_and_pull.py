@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import hf_recurrent
 from hf_recurrent import cli
+from hf_recurrent.hub import card
 from hf_recurrent.hub.card import model_card
 from hf_recurrent.hub.staging import load
 from hf_recurrent.training.tokenizer import byte_tokenizer
@@ -482,3 +483,10 @@ def test_from_pretrained(hub, folder, run, tmp_path):
     for process in started:
         error = process.communicate()[1]
         assert process.returncode == 0, error
+
+
+def test_a_card_of_several_sources():
+    sources = [{"data_files": ["/home/somebody/a.txt"], "weight": 2}, {"dataset": "me/prose", "streaming": True}]
+    assert card._evaluated_on({"sources": sources}) == "held-out documents of a.txt, me/prose"
+    table = card._training({"sources": sources}, Path("/nowhere"))
+    assert "| sources | (data_files: a.txt, weight: 2), (dataset: me/prose, streaming: True) |" in table

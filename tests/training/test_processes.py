@@ -27,9 +27,10 @@ def train(tmp_path):
     data = tmp_path / "documents.jsonl"
     data.write_text(DOCUMENTS)
 
-    def run(name, processes, *flags, status=0):
+    def run(name, processes, *flags, sources=(), status=0):
         folder = tmp_path / name
-        argv = ["train", *TINY, "--data-files", data, "--output-dir", folder, *flags]
+        corpus = ["--sources", *sources] if sources else ["--data-files", data]
+        argv = ["train", *TINY, *corpus, "--output-dir", folder, *flags]
         log = str(tmp_path / f"{name}.log")
         if processes == 1:
             group = [start(command_line, *argv, log=f"{log}.0")]
@@ -77,6 +78,19 @@ def test_processes_equal_one(train):
         newer.rename(folder.parent / f"{name}-6")
         resumed = train(folder.name, processes, *flags, "--resume")
         assert_same(resumed, four)
+
+
+def test_several_sources_in_several_processes(train, tmp_path):
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "train.jsonl").write_text(DOCUMENTS.replace("def y", "def q"))
+    sources = [f"{{data_files: [{tmp_path}/documents.jsonl], weight: 3}}"]
+    sources += [f"{{dataset: {tmp_path}/dataset, streaming: true}}"]
+    flags = ["--total-batch-size", "8", "--max-steps", "5", "--health-steps", "5", "--packing", "no"]
+    one, two = (train(name, number, *flags, sources=sources) for name, number in (("one", 1), ("two", 2)))
+    assert_same(two, one)
+    for folder in (one, two):
+        [memory] = curve(folder, "memory_16/layer_1")["memory_16/layer_1"]
+        assert 0 < memory < 1
 
 
 def test_what_is_refused_before_the_first_step(train):
