@@ -9,6 +9,7 @@ examples:
   hf-recurrent plot runs/mingru runs/longhorn
   hf-recurrent plot runs/* --metric validation_bits_per_byte grad_norm --x tokens --output curves.svg
   hf-recurrent plot runs/mingru --metric loss --log
+  hf-recurrent plot runs/mingru --metric memory_16 memory_256 gates_open gates_open/layer_0
 """
 FORMATS = (".png", ".svg", ".pdf")
 

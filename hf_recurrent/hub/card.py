@@ -33,7 +33,7 @@ TASKS = {  # by the end of the model class's name: the Hub's name of the task, a
 }
 # Settings that say where a run lay and how it was watched, not how the model was made.
 UNSAID = {"output_dir", "overwrite", "resume", "log_steps", "eval_rows", "save_steps", "keep_checkpoints", "cpu"}
-UNSAID |= {"license", "language"}
+UNSAID |= {"license", "language", "token_cache", "health_steps", "log_with"}
 METRICS = {
     "validation_loss": ("loss", "Loss (nats per token)"),
     "validation_perplexity": ("perplexity", "Perplexity"),
@@ -71,17 +71,17 @@ def model_card(
     language = language or settings.get("language") or None
     family, (_, arxiv) = model.config.model_type, PAPERS[model.config.model_type]
     task, _ = _task(model)
-    dataset = settings.get("dataset")
-    on_hub = dataset if isinstance(dataset, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) else None
+    named = [source.get("dataset") for source in settings.get("sources") or [settings]]
+    on_hub = [name for name in named if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name)]
     evaluated = lm_eval_results(source)
-    results = _results(settings, metrics, task, on_hub) + evaluated
+    results = _results(settings, metrics, task, on_hub[0] if len(named) == len(on_hub) == 1 else None) + evaluated
     data = ModelCardData(  # its values redacted one by one: *** has a meaning in YAML
         license=redacted(license) if license else None,
         language=[redacted(name) for name in language] if language else None,
         library_name="transformers",
         pipeline_tag=task,
         tags=["hf_recurrent", family, "linear-recurrence", f"arxiv:{arxiv}"],
-        datasets=[on_hub] if on_hub else None,
+        datasets=on_hub or None,
         model_name=repo_id.split("/")[-1] if results else None,
         eval_results=results or None,
     )
@@ -195,6 +195,8 @@ def _value(value: object) -> str:
     """A setting as a cell of a table. Of files the names are told, not the folders they lay in."""
     if isinstance(value, list):
         return ", ".join(map(_value, value))
+    if isinstance(value, dict):  # one of several sources
+        return "(" + ", ".join(f"{name}: {_value(part)}" for name, part in value.items()) + ")"
     text = str(value).replace("|", "\\|").replace("\n", " ")
     return Path(text).name if text.startswith(("/", "~", "..")) else text
 
@@ -202,7 +204,9 @@ def _value(value: object) -> str:
 def _evaluated_on(settings: dict) -> str:
     if settings.get("validation_files"):
         return _value(settings["validation_files"])
-    of = settings.get("dataset") or _value(settings.get("data_files") or []) or "Python's standard library"
+    sources = settings.get("sources") or [settings]
+    of = ", ".join(_value(source.get("dataset") or source.get("data_files") or []) for source in sources)
+    of = of or "Python's standard library"
     if settings.get("validation_split"):
         return f"split {settings['validation_split']} of {_value(of)}"
     return f"held-out documents of {_value(of)}"

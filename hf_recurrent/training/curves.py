@@ -19,11 +19,24 @@ LABELS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm before clipping",
     "tokens_per_second": "tokens per second",
+    "peak_share": "share of the machine's peak",
+    "input_share": "share of the time waiting for input",
+    "gates_closed": "share of |a| below 0.01",
+    "gates_open": "share of |a| above 0.99",
     "elapsed": "seconds of training",
     "tokens": "tokens",
     "step": "step",
 }
 SMOOTHED = ("loss", "grad_norm", "tokens_per_second")
+
+
+def label(name: str) -> str:
+    """The axis of a quantity; of memory_16/layer_3: "share of a state left after 16 tokens, layer 3"."""
+    whole, _, layer = name.partition("/")
+    text = LABELS.get(whole, whole.replace("_", " "))
+    if whole.startswith("memory_"):
+        text = f"share of a state left after {whole.removeprefix('memory_')} tokens"
+    return f"{text}, {layer.replace('_', ' ')}" if layer else text
 
 
 def read_runs(paths: list[str]) -> dict[str, list[dict]]:
@@ -80,7 +93,7 @@ def plot_runs(
                 values = smooth(values, len(values) // 25)
             style = ("-", "--", ":", "-.")[number // 10 % 4]
             axes.plot(curve[:, 0], values, style, color=color, marker=marker, markersize=3.5, label=run)
-        axes.set_ylabel(LABELS.get(name, name.replace("_", " ")))
+        axes.set_ylabel(label(name))
         axes.set_yscale("log" if logarithmic else "linear")
         axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)

@@ -181,13 +181,11 @@ def waits_for_every_gradient(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
-def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> Tensor:
-    """Clip the gradients of all processes together, unless `max_norm` is 0; their norm before that, 0-dim. DeepSpeed
-    has clipped already, and does not always know the norm: NaN then."""
+def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> Tensor | float | None:
+    """Clip the gradients of all processes together, unless `max_norm` is 0; their norm before that. DeepSpeed has
+    clipped already, and does not always know the norm: None then."""
     norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
-    if isinstance(norm, DTensor):
-        return norm.full_tensor()
-    return norm if isinstance(norm, Tensor) else torch.tensor(math.nan if norm is None else norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:

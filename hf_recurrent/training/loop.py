@@ -286,12 +286,12 @@ class Run:
             batches.append({name: rows[name].pin_memory() if pin else rows[name] for name in rows})
         return batches
 
-    def _step(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def _step(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """One optimiser step.
 
         Returns:
             The loss, in nats per target token over the whole step's rows (this process's part of it, 0-dim; None where
-            the step has been skipped), and the norm of the gradient before clipping.
+            the step has been skipped), and the norm of the gradient before clipping (None where DeepSpeed keeps it).
 
         Raises:
             FloatingPointError: the loss or the gradient is not finite, and that is not to be skipped.
@@ -336,7 +336,9 @@ class Run:
         self._measure_health(batches[0])
         return (total if verdict.action == "update" else None), norm
 
-    def _note_bad_batch(self, verdict: Verdict, loss: torch.Tensor, norm: torch.Tensor, batches: list[dict]) -> None:
+    def _note_bad_batch(
+        self, verdict: Verdict, loss: torch.Tensor, norm: torch.Tensor | None, batches: list[dict]
+    ) -> None:
         """Add what identifies the step's rows to `bad_batches.jsonl`."""
         rows = []
         for place, batch in zip(self._places(self.state.rows), batches, strict=True):
@@ -344,7 +346,11 @@ class Run:
                 rows.append(row | {"begins": self.tokenizer.decode(ids[:BEGINNING])})
         mine = {"rank": self.rank, "loss": number(loss), "rows": rows}
         line = {"step": self.state.step + 1, "fault": verdict.fault, "action": verdict.action}
-        line |= {"loss": number(verdict.loss), "grad_norm": number(norm), "processes": gather_object([mine])}
+        line |= {
+            "loss": number(verdict.loss),
+            "grad_norm": None if norm is None else number(norm),
+            "processes": gather_object([mine]),
+        }
         if self.accelerator.is_main_process:
             self.folder.log(line, BAD_BATCHES)
         if verdict.action == "skip":
@@ -553,7 +559,7 @@ class Run:
                             "tokens": state.step * tokens,
                             **({"loss": value} if state.loss_steps else {}),
                             "lr": self.optimizer.param_groups[0]["lr"],
-                            **({} if loss is None else {"grad_norm": float(norm)}),
+                            **({} if loss is None or norm is None else {"grad_norm": float(norm)}),
                             **({"skipped_steps": state.skipped} if state.skipped else {}),
                             "tokens_per_second": round(rate, 1),
                             "model_flops_per_second": round(rate * self.flops_per_token),

@@ -68,16 +68,15 @@ class LossPolicy:
     def before_step(self) -> None:
         self._before = [buffer.clone() for buffer in self._buffers]
 
-    def judge(self, loss: Tensor, norm: Tensor) -> Verdict:
+    def judge(self, loss: Tensor, norm: Tensor | float | None) -> Verdict:
         """
         Args:
             loss: this process's part of the step's, 0-dim.
-            norm: of the gradient over all processes.
+            norm: of the gradient over all processes; None where it is not known.
         """
         # With loss scaling, gradients beyond float16's range are common, and the scaler skips their updates itself.
-        # DeepSpeed has made its update by now, and may not know the norm.
-        told = self.accelerator.scaler is None and self.accelerator.distributed_type != "DEEPSPEED"
-        broken = (~torch.isfinite(torch.as_tensor(norm))).to(loss) if told else torch.zeros_like(loss)
+        unknown = norm is None or self.accelerator.scaler is not None
+        broken = torch.zeros_like(loss) if unknown else (~torch.isfinite(torch.as_tensor(norm))).to(loss)
         value, broken = self.accelerator.reduce(torch.stack([loss, broken]), "sum").tolist()
         fault, action = None, "update"
         if not math.isfinite(value) or broken:

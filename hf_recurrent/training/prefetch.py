@@ -3,11 +3,13 @@
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 DEPTH = 2  # steps whose input may be ready
+PATIENCE = 10.0  # seconds to wait for the thread's end: it may be reading from a network that does not answer
 
 
 class Prefetcher(Generic[T]):
@@ -44,7 +46,8 @@ class Prefetcher(Generic[T]):
 
     def __exit__(self, *_) -> None:
         self._stopped.set()
-        while self._thread.is_alive():  # what is in its way is taken out
+        begun = time.monotonic()
+        while self._thread.is_alive() and time.monotonic() - begun < PATIENCE:  # what is in its way is taken out
             try:
                 self._ready.get(timeout=0.01)
             except queue.Empty:

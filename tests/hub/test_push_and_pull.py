@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import hf_recurrent
 from hf_recurrent import cli
 from hf_recurrent.conversion import convert
+from hf_recurrent.hub import card
 from hf_recurrent.hub.card import model_card
 from hf_recurrent.hub.staging import load
 from hf_recurrent.training.tokenizer import byte_tokenizer
@@ -475,3 +476,10 @@ def test_the_example_converts_and_pushes(hub, folder, tmp_path, monkeypatch, cap
     branch = hub.repos["me/books"]
     files = branch.commits[branch.resolve("main")]
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
+
+
+def test_a_card_of_several_sources():
+    sources = [{"data_files": ["/home/somebody/a.txt"], "weight": 2}, {"dataset": "me/prose", "streaming": True}]
+    assert card._evaluated_on({"sources": sources}) == "held-out documents of a.txt, me/prose"
+    table = card._training({"sources": sources}, Path("/nowhere"))
+    assert "| sources | (data_files: a.txt, weight: 2), (dataset: me/prose, streaming: True) |" in table

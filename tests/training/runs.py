@@ -13,22 +13,23 @@ TINY = "--hidden-size 16 --num-hidden-layers 2 --sequence-length 32 --tokenizer 
 TINY += "--no-token-cache --validation-share 0.2 --eval-rows 6 --learning-rate 1e-2 --max-grad-norm 0.5".split()
 
 
-def start_run(directory, name, processes, *flags):
-    """Begin to train by the command line in some processes. Returns the output folder, beside which the logs lie, and
-    the processes."""
+def start_run(directory, name, processes, *flags, sources=()):
+    """Begin to train by the command line in some processes, on `sources` or else on DOCUMENTS. Returns the output
+    folder, beside which the logs lie, and the processes."""
     data = directory / "documents.jsonl"
     data.write_text(DOCUMENTS)
     folder = directory / name
-    argv = ["train", *TINY, "--data-files", data, "--output-dir", folder, *flags]
+    corpus = ["--sources", *sources] if sources else ["--data-files", data]
+    argv = ["train", *TINY, *corpus, "--output-dir", folder, *flags]
     log = str(directory / f"{name}.log")
     if processes == 1:
         return folder, [start(command_line, *argv, log=f"{log}.0")]
     return folder, start_group(command_line, *argv, processes=processes, log=log)
 
 
-def run_processes(directory, name, processes, *flags, status=0):
+def run_processes(directory, name, processes, *flags, sources=(), status=0):
     """Train by the command line in some processes, to the end. Returns the output folder."""
-    folder, group = start_run(directory, name, processes, *flags)
+    folder, group = start_run(directory, name, processes, *flags, sources=sources)
     assert finish(group) == [status] * processes, output(folder)
     return folder
 

@@ -237,6 +237,50 @@ def test_a_streamed_dataset(train, tmp_path):
     assert same(weights(train(*flags, "--vocab-size", 300, "--streaming", "--resume")), before)
 
 
+def test_several_sources_from_end_to_end(text, tmp_path, capsys):
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    lines = "".join(json.dumps({"content": f"def f{n}(x):\n    return x + {n * n}\n"}) + "\n" for n in range(300))
+    (folder / "train.jsonl").write_text(lines)
+    streamed = f"{{dataset: {folder}, text_column: content, streaming: true}}"
+    sources = [f"{{data_files: ['{text}'], weight: 3}}", streamed]
+    flags = ["--max-steps", 6, "--save-steps", 4, "--health-steps", 2, "--hidden-dropout", 0.1, "--tokenizer", "bytes"]
+    argv = ["train", *TINY, *map(str, flags), "--output-dir", str(tmp_path / "mixed"), "--sources", *sources]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "3,862 tokens in 1 document to train on, 75.0% of the rows" in out
+    assert f"            {folder} (train), 25.0% of the rows, " in out
+    mixed = tmp_path / "mixed"
+    before, curve = weights(mixed), (metrics(mixed, "loss"), metrics(mixed, "memory_16/layer_1"))
+    assert len(curve[1]) == 3
+    # The settings that were saved, on from step 4: what has been read ahead is read again.
+    assert cli.main(["train", str(mixed / "train.yaml"), "--resume"]) == 0
+    assert same(weights(mixed), before)
+    assert (metrics(mixed, "loss"), metrics(mixed, "memory_16/layer_1")) == curve
+    assert cli.main([*argv[:-2], sources[0].replace("3}", "2}"), sources[1], "--resume"]) == 2
+    assert "was written with --sources [{'data_files'" in capsys.readouterr().err
+
+
+def test_documents_without_packing(text, tmp_path, capsys):
+    """The loss of a step is that of its documents, each alone and cut off."""
+    lines = tmp_path / "lines.jsonl"
+    texts = [f"{n}" * (1 + n % 9) for n in range(30)]
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    flags = ["--data-files", str(lines), "--tokenizer", "bytes", "--validation-files", text, "--packing", "no"]
+    flags += ["--output-dir", str(tmp_path / "run"), "--sequence-length", "12", "--max-steps", "1"]
+    run = Run(*arguments.parse([*TINY, *flags, "--batch-size", "15", "--gradient-accumulation-steps", "2"]))
+    cut = sum(len(text) + 2 > 12 for text in texts)
+    assert f"{cut} documents cut off, " in capsys.readouterr().out
+    nats = count = 0
+    with torch.no_grad():
+        for document in texts:
+            ids = torch.tensor([[256, *document.encode(), 256][:12]])
+            nats += run.model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+            count += ids.shape[1] - 1
+    run.train()
+    assert metrics(tmp_path / "run", "loss") == pytest.approx([nats / count], rel=1e-6)
+
+
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
 
@@ -349,17 +393,8 @@ def test_ctrl_c_while_the_earlier_run_moves_aside(train, monkeypatch, tmp_path):
 
 def start(tmp_path, *flags, **more):
     """`hf-recurrent train` in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "hf_recurrent",
-        "train",
-        *TINY,
-        "--no-token-cache",
-        "--output-dir",
-        "run",
-        *map(str, flags),
-    ]
+    command = [sys.executable, "-m", "hf_recurrent", "train", *TINY, "--output-dir", "run", "--no-token-cache"]
+    command += map(str, flags)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
     return subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, **more)
 
@@ -494,6 +529,29 @@ def test_a_tokenizer_that_does_not_fit_the_model(train, text, tmp_path, capsys):
     assert cli.main(["train", *TINY[4:], *map(str, argv)]) == 2
     message = "the tokenizer does not fit the model: it has 300 tokens, the model's vocabulary has 257"
     assert message in capsys.readouterr().err
+
+
+def test_weights_that_are_no_longer_finite_are_not_saved(text, tmp_path):
+    argv = ["--data-files", text, "--tokenizer", "bytes", "--output-dir", tmp_path / "run", "--max-steps", 1]
+    run = Run(*arguments.parse([*TINY, *map(str, argv)]))
+    next(run.model.parameters()).data[0] = math.inf
+    for save in (run.save_model, run.save_checkpoint):
+        with pytest.raises(FloatingPointError, match="the weights are no longer finite at step 0: try a --learn"):
+            save()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_with_a_token_beyond_its_number(train, text, tmp_path, capsys):
+    small = train("--max-steps", 1)
+    content = json.loads((small / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zz"] = 400
+    (tmp_path / "sparse").mkdir()
+    (tmp_path / "sparse" / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "sparse" / "tokenizer_config.json").write_text((small / "tokenizer_config.json").read_text())
+    argv = ["--model", small, "--data-files", text, "--tokenizer", tmp_path / "sparse"]
+    argv += ["--output-dir", tmp_path / "out"]
+    assert cli.main(["train", *TINY[4:], *map(str, argv)]) == 2
+    assert "the tokenizer does not fit the model: it has 401 tokens" in capsys.readouterr().err
 
 
 def test_a_run_that_is_not_the_checkpoints(train, text, tmp_path, capsys):

@@ -34,6 +34,16 @@ def test_an_error_is_raised_in_its_place():
             ahead.next()
 
 
+def test_a_thread_that_does_not_come_back_is_left(monkeypatch):
+    monkeypatch.setattr("hf_recurrent.training.prefetch.PATIENCE", 0.05)
+    end = threading.Event()
+    with Prefetcher(lambda first: end.wait(), 0, 1) as ahead:
+        pass
+    end.set()
+    ahead._thread.join(5)
+    assert not ahead._thread.is_alive()
+
+
 def test_what_stops_while_a_value_is_being_made():
     begun = threading.Event()
 

@@ -29,6 +29,19 @@ def test_processes_equal_one(train_processes):
         assert_same(resumed, four)
 
 
+def test_several_sources_in_several_processes(train_processes, tmp_path):
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "train.jsonl").write_text(DOCUMENTS.replace("def y", "def q"))
+    sources = [f"{{data_files: [{tmp_path}/documents.jsonl], weight: 3}}"]
+    sources += [f"{{dataset: {tmp_path}/dataset, streaming: true}}"]
+    flags = ["--total-batch-size", "8", "--max-steps", "5", "--health-steps", "5", "--packing", "no"]
+    one, two = (train_processes(name, number, *flags, sources=sources) for name, number in (("one", 1), ("two", 2)))
+    assert_same(two, one)
+    for folder in (one, two):
+        [memory] = curve(folder, "memory_16/layer_1")["memory_16/layer_1"]
+        assert 0 < memory < 1
+
+
 def test_what_is_refused_before_the_first_step(train_processes):
     folder = train_processes("refused", 2, "--total-batch-size", "9", "--max-steps", "2", status=2)
     assert "--total-batch-size 9 cannot be shared evenly by 2 processes" in output(folder)

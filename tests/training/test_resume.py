@@ -15,18 +15,7 @@ from hf_recurrent.training.folder import RunFolder
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n\n" for n in range(120))
 TINY = "--hidden-size 16 --num-hidden-layers 2 --sequence-length 32 --tokenizer bytes --cpu --log-steps 3".split()
-RUN = [
-    *TINY,
-    "--batch-size",
-    "4",
-    "--hidden-dropout",
-    "0.1",
-    "--save-steps",
-    "4",
-    "--eval-steps",
-    "9",
-    "--no-token-cache",
-]
+RUN = [*TINY, *"--batch-size 4 --hidden-dropout 0.1 --save-steps 4 --eval-steps 9 --no-token-cache".split()]
 CURVE = ("step", "loss", "grad_norm", "lr", "validation_loss")
 
 
