@@ -529,7 +529,7 @@ class Run:
     def _check_weights(self) -> None:
         """Raise rather than let a model that has broken down take the place of one that was saved before."""
         finite = [distributed.local_part(parameter).isfinite().all() for parameter in self.model.parameters()]
-        broken = (~torch.stack(finite)).sum()
+        broken = (~torch.stack(finite)).sum().to(self.accelerator.device)  # offloaded weights are not there
         if self.accelerator.reduce(broken, "sum").item():
             raise self._diverged("the weights are no longer finite")
 
