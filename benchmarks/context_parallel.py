@@ -3,20 +3,25 @@
     python benchmarks/context_parallel.py
 
 Runs the exchange itself (`scan.split.entering`) with a thread for each rank and compares what enters each part with
-one scan of the whole sequence; then counts bytes per layer, of each family and of ring attention.
+one scan of the whole sequence in float64, as it does the same scan in float32; then counts bytes per layer, of each
+family and of ring attention.
 """
 
 import argparse
+import json
 import math
 import queue
 import threading
 from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import torch
 from transformers import AutoModel
 
 import hf_recurrent
+from hf_recurrent.files import write_whole
+from hf_recurrent.measure import machine, make_folder, positive
 from hf_recurrent.scan import linear_scan, split
 
 STATE_BYTES, ACTIVATION_BYTES = 4, 2  # float32 states, bfloat16 activations
@@ -77,7 +82,11 @@ def simulate(ranks: int, tokens: int, channels: int) -> dict[str, float]:
     entered = network.entering(factors, own, back=False)
     whole, _ = linear_scan(a.double(), b.double())
     expected = whole[0, length - 1 :: length][:-1]
-    error = ((entered[1:] - expected).abs().amax(0) / expected.abs().amax(0)).max().item()
+    in_one_process = linear_scan(a, b)[0][0, length - 1 :: length][:-1]
+
+    def error(found: torch.Tensor) -> float:
+        return ((found - expected).abs().amax(0) / expected.abs().amax(0)).max().item()
+
     # What comes back in the backward pass: lambda_{r-1} = g_r + a_r lambda_r, by a loop.
     returned = network.entering(factors, own, back=True).double()
     following, worst = torch.zeros(channels, dtype=torch.float64), 0.0
@@ -85,7 +94,8 @@ def simulate(ranks: int, tokens: int, channels: int) -> dict[str, float]:
         worst = max(worst, (returned[rank] - following).abs().max().item())
         following = own[rank].double() + factors[rank].double() * following
     return {
-        "error": error,
+        "error": error(entered[1:]),
+        "error_of_one_process": error(in_one_process),
         "error_back": worst / returned.abs().max().item(),
         "messages": max(network.messages.values()),
         "states": max(network.sent.values()) / (channels * STATE_BYTES),
@@ -111,22 +121,37 @@ def ring_attention_bytes(hidden_size: int, ranks: int, tokens: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=1 << 24)
-    parser.add_argument("--channels", type=int, default=4, help="of the simulated layer")
+    parser.add_argument("--ranks", type=positive, default=1024)
+    parser.add_argument("--tokens", type=positive, default=1 << 24)
+    parser.add_argument("--channels", type=positive, default=4, help="of the simulated layer")
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of context_parallel.json")
     args = parser.parse_args()
+    if args.tokens % args.ranks:
+        parser.error(f"--tokens must be a multiple of --ranks {args.ranks}, got {args.tokens}")
+    make_folder(parser, args.output)
     result = simulate(args.ranks, args.tokens, args.channels)
     print(f"{args.ranks:,} ranks, {args.tokens:,} tokens")
     print(f"simulated: relative error {result['error']:.1e} forward, {result['error_back']:.1e} back")
+    print(f"one process in float32: relative error {result['error_of_one_process']:.1e} forward")
     print(f"the busiest rank sent {result['messages']} messages, {result['states']:.0f} states, both ways together\n")
     print(f"{'':<24}{'MB per layer':>14}{'attention / this':>18}")
     ring = ring_attention_bytes(SIZE["hidden_size"], args.ranks, args.tokens)
+    counted = {"ring attention": ring}
     for config_class in hf_recurrent.FAMILIES:
         with torch.device("meta"):
             model = AutoModel.from_config(config_class(**SIZE, vocab_size=8))
-        sent = layer_bytes(model, args.ranks)
+        counted[config_class.model_type] = sent = layer_bytes(model, args.ranks)
         print(f"{config_class.model_type:<24}{sent / 1e6:>14.2f}{ring / sent:>18,.0f}")
     print(f"{'ring attention':<24}{ring / 1e6:>14,.0f}{1:>18}")
+    size = {name: getattr(args, name) for name in ("ranks", "tokens", "channels")}
+    document = {
+        "command": " ".join(["python benchmarks/context_parallel.py", *(f"--{name} {n}" for name, n in size.items())]),
+        "machine": machine(("hf-recurrent", "torch")),
+        "simulated": result,
+        "counted_bytes_per_layer": counted,
+    }
+    write_whole(args.output / "context_parallel.json", json.dumps(document, indent=1) + "\n")
+    print(f"Written: {args.output / 'context_parallel.json'}")
 
 
 if __name__ == "__main__":

@@ -45,15 +45,17 @@ def create_accelerator(args: TrainArguments, **options) -> Accelerator:
         ValueError: FSDP of another version than 2, or settings of the launcher's that would not be honoured.
         ImportError: DeepSpeed is asked for and not installed.
     """
-    groups = []
+    group = {}
     if args.timeout_minutes is not None:
-        groups.append(InitProcessGroupKwargs(timeout=timedelta(minutes=args.timeout_minutes)))
+        group["timeout"] = timedelta(minutes=args.timeout_minutes)
     fsdp_plugin = deepspeed_plugin = None
     if _launched_with("DEEPSPEED"):
         if args.fsdp:
             raise ValueError("--fsdp: `accelerate launch --use_deepspeed` shards the weights already; leave one out")
         # The model is made whole and cut afterwards, which keeps the shapes that choose the parameter groups.
         deepspeed_plugin = DeepSpeedPlugin(zero3_init_flag=False, zero3_save_16bit_model=True)
+        if not torch.accelerator.is_available():
+            group["backend"] = "gloo"
     elif args.fsdp or _launched_with("FSDP"):
         fsdp_plugin = create_fsdp_plugin()
     launched = _launched_with("FSDP")
@@ -62,7 +64,7 @@ def create_accelerator(args: TrainArguments, **options) -> Accelerator:
         cpu=args.cpu,
         fsdp_plugin=fsdp_plugin,
         deepspeed_plugin=deepspeed_plugin,
-        kwargs_handlers=groups,
+        kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else None,
         **options,
     )
     if fsdp_plugin is not None and not launched:

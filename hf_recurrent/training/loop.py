@@ -586,7 +586,7 @@ class Run:
     def _check_weights(self) -> None:
         """Raise rather than let a model that has broken down take the place of one that was saved before."""
         finite = [distributed.local_part(parameter).isfinite().all() for parameter in self.model.parameters()]
-        broken = (~torch.stack(finite)).sum()
+        broken = (~torch.stack(finite)).sum().to(self.accelerator.device)  # offloaded weights are not there
         if self.accelerator.reduce(broken, "sum").item():
             raise self._diverged("the weights are no longer finite", self.state.step)
 
@@ -648,8 +648,10 @@ class Run:
         return result
 
 
-def number(value: torch.Tensor | float) -> float | str:
+def number(value: torch.Tensor | float | None) -> float | str | None:
     """As JSON has it: what is not finite as text."""
+    if value is None:
+        return None
     value = float(value)
     return value if math.isfinite(value) else str(value)
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import DOCUMENTS, TINY, assert_same, output
+from runs import DOCUMENTS, TINY, assert_same, curve, output
 
 import hf_recurrent
 
@@ -77,5 +77,5 @@ def test_a_worker_that_dies_under_accelerate_launch(tmp_path):
         out, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "SIGKILL" in out, out  # the launcher's own words
-    assert "hf-recurrent: error: " in out, out  # the survivor's
+    assert "hf-recurrent: error: another process of this run has ended" in out, out  # the survivor's
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))

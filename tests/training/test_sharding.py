@@ -116,17 +116,16 @@ def test_fsdp_with_truncated_backpropagation(train_processes):
     assert "--fsdp: --bptt-carry-gradients needs learned_initial_state=False" in output(both)
 
 
-@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, 20), (signal.SIGSTOP, 30)])
-def test_a_process_that_dies_or_hangs_ends_the_others(tmp_path, number, seconds):
+def test_a_process_that_hangs_ends_the_others(tmp_path):
     flags = "--fsdp --max-steps 1000000 --eval-steps 0 --save-steps 0 --timeout-minutes 0.1".split()
     folder, group = start_run(tmp_path, "run", 2, *flags)
     metrics = folder / "metrics.jsonl"
     while group[0].is_alive() and not (metrics.exists() and len(metrics.read_text().splitlines()) > 4):
         time.sleep(0.05)
-    os.kill(group[1].pid, number)
+    os.kill(group[1].pid, signal.SIGSTOP)
     started = time.monotonic()
     assert finish(group[:1]) == [2], output(folder)
-    assert time.monotonic() - started < seconds
+    assert time.monotonic() - started < 60
     group[1].kill()
     last = (tmp_path / "run.log.0").read_text().splitlines()[-1]
     assert last.startswith("hf-recurrent: error: another process of this run has ended, or has not answered for 0.1")
