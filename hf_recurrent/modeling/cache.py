@@ -21,7 +21,7 @@ from .cache_layers import MixerCall, RecurrentLayer, StaticLayer, at_a_fixed_add
 STATE_FILE = "hf_recurrent.RecurrentCache/1"  # the "format" of a state file's metadata
 # Fields of a configuration that change nothing about what a state means.
 TRAINING_FIELDS = {"hidden_dropout", "initializer_range", "learned_initial_state", "use_cache"}
-_ADVANCING = threading.Lock()  # held for the moment in which a call's states take the place of those before it
+_REPLACING = threading.Lock()  # held for the moment in which a cache's states are read, or take the place of others
 
 
 class RecurrentCache(Cache):
@@ -146,6 +146,11 @@ class RecurrentCache(Cache):
             layers.append(new)
         return self._with(layers)
 
+    def current_states(self) -> list[dict[str, Tensor]]:
+        """The states of all layers, after the same tokens also where another thread replaces them."""
+        with _replacing():
+            return [layer.states for layer in self.layers]
+
     def advance(
         self,
         states: Sequence[dict[str, Tensor]],
@@ -158,7 +163,7 @@ class RecurrentCache(Cache):
         Raises:
             RuntimeError: the states of the first layer are not those from `before` that `states` were computed from.
         """
-        with contextlib.nullcontext() if torch.compiler.is_compiling() else _ADVANCING:
+        with _replacing():
             if before is not None and self.layers[0].states is not before:
                 raise RuntimeError("the cache was changed while a model was reading it: it serves one call at a time")
             for index, (layer, new) in enumerate(zip(self.layers, states, strict=True)):
@@ -236,9 +241,10 @@ class RecurrentCache(Cache):
                     "crop, or within its window"
                 )
             states = [layer.states_before(num_tokens) for layer in self.layers]
-            for layer, state in zip(self.layers, states, strict=True):
-                layer.hold(state)
-            self.seen_tokens -= num_tokens
+            with _replacing():
+                for layer, state in zip(self.layers, states, strict=True):
+                    layer.hold(state)
+                self.seen_tokens -= num_tokens
         for layer in self.layers:
             layer.calls = []
 
@@ -353,6 +359,11 @@ class StaticRecurrentCache(RecurrentCache):
         if any(state.requires_grad for layer in states for state in layer.values()):
             raise RuntimeError("a StaticRecurrentCache is for decoding: call the model under torch.no_grad()")
         super().advance(states, *args, **kwargs)
+
+
+def _replacing() -> contextlib.AbstractContextManager:
+    """The lock, which the compiler does not know: compiled steps are left to one thread."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else _REPLACING
 
 
 def _meaning(config: PreTrainedConfig) -> dict:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -63,11 +64,14 @@ class MixerCall:
 
 @contextlib.contextmanager
 def recorded_calls(mixers: Sequence[nn.Module]) -> Iterator[list[MixerCall]]:
-    """The calls of `mixers` inside the `with` block, in their order."""
+    """The calls of `mixers` inside the `with` block, in their order; those of other threads, which may use the same
+    model at the same time, are not among them."""
     calls: list[MixerCall] = []
+    own_thread = threading.get_ident()
 
     def record(mixer: nn.Module, args: tuple, kwargs: dict) -> None:
-        calls.append(MixerCall(mixer, args, kwargs))
+        if threading.get_ident() == own_thread:
+            calls.append(MixerCall(mixer, args, kwargs))
 
     handles = [mixer.register_forward_pre_hook(record, with_kwargs=True) for mixer in mixers]
     try:

@@ -443,7 +443,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         layers = self.active_layers
         before = [{} for _ in layers]
         if past_key_values is not None:
-            before = [held.states for held in past_key_values.layers]
+            before = past_key_values.current_states()
         states = []
         recording = contextlib.nullcontext([])
         if use_cache and past_key_values.record_past:

@@ -368,6 +368,58 @@ def test_two_threads_at_once(model, config):
 
 
 @each_family
+def test_two_threads_record_their_own_calls(config):
+    """With a cache for each, and one model."""
+    model = causal_lm(config)
+    input_ids, caches = token_ids(config, 2, 6), [RecurrentCache(config) for _ in range(2)]
+    both_inside = threading.Barrier(2, timeout=60)
+    hook = model.model.layers[0].mixer.register_forward_hook(lambda *_: (both_inside.wait(), None)[1])
+
+    def work(row):
+        caches[row].activate_past_recording()
+        with torch.no_grad():
+            model(input_ids[row : row + 1], past_key_values=caches[row], use_cache=True)
+
+    threads = [threading.Thread(target=work, args=(row,)) for row in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hook.remove()
+    for row, cache in enumerate(caches):
+        cache.crop(-2)
+        with torch.no_grad():
+            kept = model(input_ids[row : row + 1, :4], use_cache=True).past_key_values
+        for x, y in zip(states(cache), states(kept), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
+@each_family
+@torch.no_grad()
+def test_a_cache_is_read_as_a_whole(model, config, monkeypatch):
+    """By another thread, while the states of its layers are being replaced one after the other."""
+    cache, text, read = filled(model), token_ids(config, 3, 2), []
+
+    def reader():
+        with torch.no_grad():
+            read.append(model(text, past_key_values=cache, use_cache=False).logits)
+
+    thread = threading.Thread(target=reader)
+    replace = type(cache.layers[1]).advance
+
+    def advance(self, *args):
+        if self is cache.layers[1]:
+            thread.start()
+            thread.join(timeout=0.2)
+        replace(self, *args)
+
+    monkeypatch.setattr(type(cache.layers[1]), "advance", advance)
+    model(text, past_key_values=cache)
+    thread.join()
+    assert torch.equal(read[0], model(text, past_key_values=cache, use_cache=False).logits)
+
+
+@each_family
 def test_copies_of_a_cache_with_a_graph(model, config):
     """Deep copies and pickles hold the values alone; a clone stays in the graph; `detach` leaves it."""
     cache = model(token_ids(config, 2, 4), use_cache=True).past_key_values
