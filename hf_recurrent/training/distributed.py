@@ -28,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
+from transformers.integrations import unset_hf_deepspeed_config
 
 from ..messages import first_line
 from .arguments import TrainArguments
@@ -49,7 +50,6 @@ def create_accelerator(args: TrainArguments) -> Accelerator:
     if _launched_with("DEEPSPEED"):
         if args.fsdp:
             raise ValueError("--fsdp: `accelerate launch --use_deepspeed` shards the weights already; leave one out")
-        # The model is made whole and cut afterwards, which keeps the shapes that choose the parameter groups.
         deepspeed_plugin = DeepSpeedPlugin(zero3_init_flag=False, zero3_save_16bit_model=True)
         if not torch.accelerator.is_available():
             group["backend"] = "gloo"
@@ -63,6 +63,10 @@ def create_accelerator(args: TrainArguments) -> Accelerator:
         deepspeed_plugin=deepspeed_plugin,
         kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else None,
     )
+    if deepspeed_plugin is not None:
+        # Transformers would make a model in shards for ZeRO-3. Made whole and cut afterwards, it starts from the same
+        # weights as without DeepSpeed, and its parameters have the shapes by which they are grouped.
+        unset_hf_deepspeed_config()
     if fsdp_plugin is not None and not launched:
         del os.environ["ACCELERATE_USE_FSDP"]  # Accelerate has set it, and it would ask the next run for FSDP
     if accelerator.gradient_accumulation_steps != 1:
