@@ -218,16 +218,20 @@ def naming_lost_processes(args: TrainArguments) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        if not _comes_from_group(error):
+    except (RuntimeError, OSError, ValueError) as error:
+        cause = error  # what was being saved or loaded at that moment may have been blamed in between
+        while cause is not None and not _comes_from_group(cause):
+            cause = cause.__cause__
+        if cause is None:
             raise
         minutes = "" if args.timeout_minutes is None else f" for {args.timeout_minutes:g} minutes"
         raise ConnectionError(
-            f"another process of this run has ended, or has not answered{minutes}: {first_line(error)}"
+            f"another process of this run has ended, or has not answered{minutes}: {first_line(cause)}"
         ) from error
 
 
-def _comes_from_group(error: RuntimeError) -> bool:
+def _comes_from_group(error: BaseException) -> bool:
     if isinstance(error, torch.distributed.DistError):
         return True
-    return any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer"))
+    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
