@@ -28,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
+from transformers.integrations import unset_hf_deepspeed_config
 
 from ..messages import first_line
 from .arguments import TrainArguments
@@ -52,7 +53,6 @@ def create_accelerator(args: TrainArguments, **options) -> Accelerator:
     if _launched_with("DEEPSPEED"):
         if args.fsdp:
             raise ValueError("--fsdp: `accelerate launch --use_deepspeed` shards the weights already; leave one out")
-        # The model is made whole and cut afterwards, which keeps the shapes that choose the parameter groups.
         deepspeed_plugin = DeepSpeedPlugin(zero3_init_flag=False, zero3_save_16bit_model=True)
         if not torch.accelerator.is_available():
             group["backend"] = "gloo"
@@ -67,6 +67,10 @@ def create_accelerator(args: TrainArguments, **options) -> Accelerator:
         kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else None,
         **options,
     )
+    if deepspeed_plugin is not None:
+        # Transformers would make a model in shards for ZeRO-3. Made whole and cut afterwards, it starts from the same
+        # weights as without DeepSpeed, and its parameters have the shapes by which they are grouped.
+        unset_hf_deepspeed_config()
     if fsdp_plugin is not None and not launched:
         del os.environ["ACCELERATE_USE_FSDP"]  # Accelerate has set it, and it would ask the next run for FSDP
     if accelerator.gradient_accumulation_steps != 1:
@@ -216,16 +220,20 @@ def naming_lost_processes(args: TrainArguments) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        if not _comes_from_group(error):
+    except (RuntimeError, OSError, ValueError) as error:
+        cause = error  # what was being saved or loaded at that moment may have been blamed in between
+        while cause is not None and not _comes_from_group(cause):
+            cause = cause.__cause__
+        if cause is None:
             raise
         minutes = "" if args.timeout_minutes is None else f" for {args.timeout_minutes:g} minutes"
         raise ConnectionError(
-            f"another process of this run has ended, or has not answered{minutes}: {first_line(error)}"
+            f"another process of this run has ended, or has not answered{minutes}: {first_line(cause)}"
         ) from error
 
 
-def _comes_from_group(error: RuntimeError) -> bool:
+def _comes_from_group(error: BaseException) -> bool:
     if isinstance(error, torch.distributed.DistError):
         return True
-    return any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer"))
+    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
