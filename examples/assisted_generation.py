@@ -19,15 +19,17 @@ A model that is in the output folder already is taken as it is, and not trained 
 
 examples:
   python examples/assisted_generation.py --data tinyshakespeare.txt
-  python examples/assisted_generation.py --data books.txt --model-type longhorn --minutes 60 --assistant-minutes 20
+  python examples/assisted_generation.py --data books.txt --model-type longhorn --minutes 60 --mixed-precision bf16
 """
 
 
-def trained(folder: Path, layers: int, minutes: float, args: argparse.Namespace) -> AutoModelForCausalLM:
+def trained(
+    folder: Path, layers: int, hidden_size: int, minutes: float, args: argparse.Namespace
+) -> AutoModelForCausalLM:
     """The model in `folder`, in evaluation mode; trained on bytes first where there is none."""
     if not (folder / "config.json").is_file():
         train(
-            ModelArguments(model_type=args.model_type, hidden_size=args.hidden_size, num_hidden_layers=layers),
+            ModelArguments(model_type=args.model_type, hidden_size=hidden_size, num_hidden_layers=layers),
             DataArguments(data_files=[str(args.data)], tokenizer="bytes", sequence_length=args.sequence_length),
             TrainArguments(
                 output_dir=str(folder),
@@ -35,6 +37,7 @@ def trained(folder: Path, layers: int, minutes: float, args: argparse.Namespace)
                 max_minutes=minutes,
                 batch_size=args.batch_size,
                 learning_rate=args.learning_rate,
+                mixed_precision=args.mixed_precision,
                 eval_rows=16,
                 save_steps=0,
                 seed=args.seed,
@@ -85,6 +88,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/assisted"), help="folder of both models")
     parser.add_argument("--model-type", choices=families, default="mingru")
     parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--assistant-hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=12, help="of the model (%(default)s)")
     parser.add_argument("--assistant-layers", type=int, default=2, help="of the assistant (%(default)s)")
     parser.add_argument("--minutes", type=float, default=30.0, help="of training the model (%(default)s)")
@@ -92,18 +96,21 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="of training (%(default)s)")
     parser.add_argument("--prompts", type=int, default=5, help="places in the text to go on from (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=200, help="to generate from each (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    for name in ("prompts", "new_tokens", "layers", "assistant_layers"):
+    for name in ("prompts", "new_tokens", "layers", "assistant_layers", "hidden_size", "assistant_hidden_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if not args.data.is_file():
         parser.error(f"--data: there is no file {args.data}")
 
-    model = trained(args.output / "model", args.layers, args.minutes, args)
-    assistant = trained(args.output / "assistant", args.assistant_layers, args.assistant_minutes, args)
+    model = trained(args.output / "model", args.layers, args.hidden_size, args.minutes, args)
+    assistant = trained(
+        args.output / "assistant", args.assistant_layers, args.assistant_hidden_size, args.assistant_minutes, args
+    )
     tokenizer = AutoTokenizer.from_pretrained(args.output / "model")
     ids = tokenizer(args.data.read_text(encoding="utf-8"), return_tensors="pt", add_special_tokens=False)["input_ids"]
     # From the end of the text, which is validated on.

@@ -63,7 +63,7 @@ def write_tasks(source: Path, folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="folder of BLiMP's .jsonl files")
     parser.add_argument("folder", type=Path, help="where the task files are to be written")
     arguments = parser.parse_args()

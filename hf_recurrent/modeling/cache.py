@@ -5,219 +5,23 @@ import copy
 import json
 import os
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from ..files import replacing
+from .cache_layers import MixerCall, RecurrentLayer, StaticLayer, at_a_fixed_address, can_be_written
 
 STATE_FILE = "hf_recurrent.RecurrentCache/1"  # the "format" of a state file's metadata
 # Fields of a configuration that change nothing about what a state means.
 TRAINING_FIELDS = {"hidden_dropout", "initializer_range", "learned_initial_state", "use_cache"}
 _ADVANCING = threading.Lock()  # held for the moment in which a call's states take the place of those before it
-
-
-class MixerCall:
-    """What a mixer was called with: enough to give its states after any of the call's tokens, if they are asked for.
-
-    That is smaller than all of those states, for Longhorn by the factor `state_size`. The mixer itself is held weakly.
-    """
-
-    def __init__(self, mixer: nn.Module, args: tuple, kwargs: dict):
-        self.mixer = weakref.ref(mixer)
-        (self.x, self.state, self.mask, self.reset), self.kwargs = args, kwargs
-        self.with_grad = torch.is_grad_enabled()
-
-    @property
-    def num_tokens(self) -> int:
-        return self.x.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        given = [self.x, self.mask, self.reset, *self.state.values(), *self.kwargs.values()]
-        return sum(value.nbytes for value in given if isinstance(value, Tensor))
-
-    def states_after(self, num_tokens: int) -> dict[str, Tensor]:
-        """The states after the first `num_tokens` of this call.
-
-        The rest is masked, not cut off: products of the same shapes give the same bits, and padding changes no state.
-        """
-        if num_tokens == 0:
-            return self.state
-        mixer = self.mixer()
-        if mixer is None:
-            raise RuntimeError("the model whose calls this cache has recorded is gone, and needed to take tokens back")
-        kept = torch.arange(self.num_tokens, device=self.x.device) < num_tokens
-        mask = kept.expand(len(self.x), -1) if self.mask is None else self.mask & kept
-        with torch.set_grad_enabled(self.with_grad):
-            return mixer(self.x, self.state, mask, self.reset, **self.kwargs)[1]
-
-    def __deepcopy__(self, memo: dict) -> "MixerCall":
-        return self.map(lambda value: value.detach().clone())
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "MixerCall":
-        """This call with `function` applied to every tensor that has its rows."""
-        rows = len(self.x)
-        other = copy.copy(self)
-
-        def apply(value):
-            return function(value) if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
-
-        other.x, other.mask, other.reset = apply(self.x), apply(self.mask), apply(self.reset)
-        other.state = {name: apply(value) for name, value in self.state.items()}
-        other.kwargs = {name: apply(value) for name, value in self.kwargs.items()}
-        return other
-
-
-@contextlib.contextmanager
-def recorded_calls(mixers: Sequence[nn.Module]) -> Iterator[list[MixerCall]]:
-    """The calls of `mixers` inside the `with` block, in their order."""
-    calls: list[MixerCall] = []
-
-    def record(mixer: nn.Module, args: tuple, kwargs: dict) -> None:
-        calls.append(MixerCall(mixer, args, kwargs))
-
-    handles = [mixer.register_forward_pre_hook(record, with_kwargs=True) for mixer in mixers]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class RecurrentLayer:
-    """The states of one layer, by name: tensors (B, ...), as its mixer returned them. Empty before the first token."""
-
-    # What `Cache` and `generate` ask of every layer.
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self):
-        self.states: dict[str, Tensor] = {}
-        self.record_past = False
-        self.window: int | None = None
-        self.calls: list[MixerCall] = []
-
-    def __repr__(self) -> str:
-        shapes = ", ".join(f"{name}: {tuple(state.shape)} {state.dtype}" for name, state in self.states.items())
-        return f"{type(self).__name__}({shapes})"
-
-    def __getstate__(self) -> dict:
-        """For pickles: the states. What was recorded needs the model, and stays behind."""
-        states = {name: state.detach() for name, state in self.states.items()}
-        return {**self.__dict__, "states": states, "record_past": False, "calls": []}
-
-    def __deepcopy__(self, memo: dict) -> "RecurrentLayer":
-        return self.map(lambda state: state.detach().clone())
-
-    @property
-    def batch_size(self) -> int:
-        """Rows held, -1 before the first token."""
-        return next((len(state) for state in self.states.values()), -1)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.states.values()) + sum(call.nbytes for call in self.calls)
-
-    @property
-    def recorded_tokens(self) -> int:
-        return sum(call.num_tokens for call in self.calls)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "RecurrentLayer":
-        """This layer with `function` applied to every state, and to what is recorded."""
-        other = type(self)()
-        other.record_past, other.window = self.record_past, self.window
-        other.hold({name: function(state) for name, state in self.states.items()})
-        other.calls = [call.map(function) for call in self.calls]
-        return other
-
-    def hold(self, states: dict[str, Tensor]) -> None:
-        """Takes `states` in place of its own."""
-        self.states = states
-
-    def become(self, other: "RecurrentLayer") -> None:
-        """Takes what `other` holds and has recorded."""
-        self.hold(other.states)
-        self.calls = other.calls
-
-    def advance(self, states: dict[str, Tensor], call: MixerCall | None) -> None:
-        self.hold(states)
-        if not self.record_past or call is None:
-            self.calls = []
-            return
-        self.calls.append(call)
-        while self.window is not None and self.recorded_tokens - self.calls[0].num_tokens >= self.window:
-            del self.calls[0]
-
-    def states_before(self, num_tokens: int) -> dict[str, Tensor]:
-        """The states before the last `num_tokens` of those recorded."""
-        for call in reversed(self.calls):
-            if num_tokens <= call.num_tokens:
-                return call.states_after(call.num_tokens - num_tokens)
-            num_tokens -= call.num_tokens
-        return self.states
-
-    def reset(self) -> None:
-        self.states, self.calls = {}, []
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.become(self.map(lambda state: state[indices.to(state.device)]))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.become(self.map(lambda state: state.repeat_interleave(repeats, dim=0)))
-
-
-def _can_be_written(buffer: Tensor, like: Tensor) -> bool:
-    """Whether `like` can be written over `buffer`; outside inference mode what was made inside cannot be changed."""
-    if (buffer.shape, buffer.dtype, buffer.device) != (like.shape, like.dtype, like.device):
-        return False
-    return torch.compiler.is_compiling() or buffer.is_inference() <= torch.is_inference_mode_enabled()
-
-
-def _at_a_fixed_address(tensor: Tensor) -> Tensor:
-    """A copy that a CUDA graph may write to."""
-    tensor = tensor.clone(memory_format=torch.contiguous_format)
-    if not torch.compiler.is_compiling():
-        torch._dynamo.mark_static_address(tensor)
-    return tensor
-
-
-class StaticLayer(RecurrentLayer):
-    """A layer whose states stay where they are in memory: what comes is written over them."""
-
-    is_compileable = True
-
-    def __init__(self):
-        super().__init__()
-        self.buffers: dict[str, Tensor] = {}  # also while there is no state, after `reset`
-
-    def hold(self, states: dict[str, Tensor]) -> None:
-        self.states = {name: self._written(name, state) for name, state in states.items()}
-
-    def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "buffers": {}}
-
-    def _written(self, name: str, state: Tensor) -> Tensor:
-        if name in self.buffers and _can_be_written(self.buffers[name], state):
-            return self.buffers[name].copy_(state)
-        self.buffers[name] = _at_a_fixed_address(state)
-        return self.buffers[name]
-
-    def advance(self, states: dict[str, Tensor], call: MixerCall | None) -> None:
-        if self.record_past and call is not None:
-            call.state = {name: state.clone() for name, state in call.state.items()}
-        super().advance(states, call)
 
 
 class RecurrentCache(Cache):
@@ -529,20 +333,20 @@ class StaticRecurrentCache(RecurrentCache):
 
     @seen_tokens.setter
     def seen_tokens(self, value: int) -> None:
-        if _can_be_written(self._seen, self._seen):
+        if can_be_written(self._seen, self._seen):
             self._seen.fill_(value)
         else:
-            self._seen = _at_a_fixed_address(torch.full_like(self._seen, value))
+            self._seen = at_a_fixed_address(torch.full_like(self._seen, value))
 
     def _count(self, num_tokens: int) -> None:
         target = self._seen.to(self.layers[0].states["recurrent"].device)
-        if not _can_be_written(self._seen, target):
-            self._seen = _at_a_fixed_address(target)
+        if not can_be_written(self._seen, target):
+            self._seen = at_a_fixed_address(target)
         self._seen.add_(num_tokens)
 
     def _with(self, layers: list[RecurrentLayer]) -> "RecurrentCache":
         other = super()._with(layers)
-        other._seen = _at_a_fixed_address(self._seen)
+        other._seen = at_a_fixed_address(self._seen)
         return other
 
     def advance(self, states: Sequence[dict[str, Tensor]], *args, **kwargs) -> None:

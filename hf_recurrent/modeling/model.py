@@ -20,7 +20,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..scan.split import document_borders
-from .cache import RecurrentCache, StaticRecurrentCache, recorded_calls
+from .cache import RecurrentCache, StaticRecurrentCache
+from .cache_layers import recorded_calls
 from .configuration import RecurrentConfig
 from .layers import RecurrentBlock, RMSNorm, ShortConvolution
 

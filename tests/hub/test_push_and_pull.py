@@ -2,47 +2,27 @@
 
 import json
 import logging
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from hub_server import TOKEN, FakeHub, Repo
-from huggingface_hub import ModelCard, constants, file_download
-from huggingface_hub.utils import _http
+from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file
 
 import hf_recurrent
 from hf_recurrent import cli
+from hf_recurrent.conversion import convert
 from hf_recurrent.hub import card
 from hf_recurrent.hub.card import model_card
 from hf_recurrent.hub.staging import load
 from hf_recurrent.training.tokenizer import byte_tokenizer
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path_factory):
-    server = FakeHub()
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    home = tmp_path_factory.mktemp("home")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    for module in (_http, file_download):  # the client waits between its attempts
-        monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
-    yield server
-    server.shutdown()
-    server.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -490,3 +470,16 @@ def test_a_card_of_several_sources():
     assert card._evaluated_on({"sources": sources}) == "held-out documents of a.txt, me/prose"
     table = card._training({"sources": sources}, Path("/nowhere"))
     assert "| sources | (data_files: a.txt, weight: 2), (dataset: me/prose, streaming: True) |" in table
+
+
+def test_the_example_converts_and_pushes(hub, folder, tmp_path, monkeypatch, capsys):
+    convert(folder, tmp_path / "original", to_format="longhorn")
+    example = Path(__file__).parents[2] / "examples" / "convert_and_push.py"
+    argv = [tmp_path / "original", tmp_path / "ours", "--tokenizer", "bytes", "--push", "me/books", "--license", "mit"]
+    monkeypatch.setattr(sys, "argv", ["convert_and_push.py", *map(str, argv)])
+    runpy.run_path(str(example), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "longhorn to LonghornForCausalLM" in said and hub.url in said
+    branch = hub.repos["me/books"]
+    files = branch.commits[branch.resolve("main")]
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= files.keys()

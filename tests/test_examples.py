@@ -1,0 +1,128 @@
+"""The scripts of examples/, each run as a user would, on little data."""
+
+import gzip
+import runpy
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_recurrent  # noqa: F401  (registers the models)
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TEXT = "The quick brown fox jumps over the lazy dog. " * 60
+
+
+def run(name: str, *argv) -> None:
+    before = sys.argv
+    sys.argv = [f"examples/{name}.py", *map(str, argv)]
+    try:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "fox.txt"
+    file.write_text(TEXT)
+    return file
+
+
+@pytest.fixture(scope="module")
+def pretrained(text, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "fox"
+    sizes = ("--hidden-size", 16, "--layers", 2, "--minutes", 0.01)
+    run("pretrain", "--data", text, *sizes, "--prompt", "The", "--output", folder)
+    return folder
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_help_says_what_it_does_and_how_to_call_it(script, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(script, "--help")
+    said = capsys.readouterr().out
+    assert stopped.value.code == 0 and f"python examples/{script}.py" in said
+
+
+def test_pretrain(pretrained):
+    assert (pretrained / "metrics.jsonl").is_file()
+    assert AutoModelForCausalLM.from_pretrained(pretrained).config.model_type == "mingru"
+
+
+@pytest.mark.parametrize("family", ["minlstm", "s5"])
+def test_pretrain_with_trainer(family, text, tmp_path, capsys):
+    flags = ("--hidden-size", 16, "--layers", 1, "--steps", 2, "--batch-size", 2, "--sequence-length", 64)
+    rates = ("--recurrence-learning-rate", 1e-3) if family == "s5" else ()
+    run("pretrain_with_trainer", "--data", text, text, "--model-type", family, *flags, *rates, "--output", tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == family
+    assert len(AutoTokenizer.from_pretrained(tmp_path)("fox")["input_ids"]) == 3
+    assert "loss" in capsys.readouterr().out
+
+
+def test_rows_of_the_trainer_example_end_documents():
+    pack = runpy.run_path(str(EXAMPLES / "pretrain_with_trainer.py"))["pack"]
+    rows = pack([[5, 6, 7], [8, 9], [1, 2, 3]], 4)
+    assert rows["position_ids"] == [[0, 1, 2, 0], [1, 0, 1, 2]]
+    assert rows["labels"] == [[-100, 6, 7, -100], [9, -100, 2, 3]]
+
+
+def test_finetune_lora(pretrained, text, tmp_path, capsys):
+    flags = ("--steps", 2, "--batch-size", 2, "--sequence-length", 32, "--rank", 2)
+    run("finetune_lora", pretrained, "--data", text, *flags, "--output", tmp_path)
+    assert "step 2: loss" in capsys.readouterr().out
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+
+
+def test_saved_state(pretrained, text, tmp_path, capsys):
+    flags = ("--prefix", text, "--state", tmp_path / "fox.safetensors", "--prompts", "The ", "A ")
+    run("saved_state", pretrained, *flags, "--max-new-tokens", 5)
+    first = capsys.readouterr().out
+    assert (tmp_path / "fox.safetensors").is_file() and first.count("-" * 40) == 2
+    run("saved_state", pretrained, *flags, "--max-new-tokens", 5)  # reads the file
+    assert capsys.readouterr().out == first
+
+    tokenizer, model = AutoTokenizer.from_pretrained(pretrained), AutoModelForCausalLM.from_pretrained(pretrained)
+    whole = tokenizer(TEXT + "The ", return_tensors="pt")
+    tokens = model.generate(**whole, max_new_tokens=5, do_sample=False)[0, len(tokenizer(TEXT)["input_ids"]) :]
+    assert first.split("-" * 40)[1].strip("\n") == tokenizer.decode(tokens)
+
+
+def test_evaluate(pretrained, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    (tmp_path / "choices.jsonl").write_text('{"question": "The quick brown", "choices": [" fox", " dog"]}\n' * 3)
+    (tmp_path / "foxes.yaml").write_text(
+        "task: foxes\ndataset_path: json\ndataset_kwargs: {data_files: {test: "
+        f"{tmp_path / 'choices.jsonl'}"
+        "}}\ntest_split: test\noutput_type: multiple_choice\ndoc_to_text: question\n"
+        "doc_to_choice: choices\ndoc_to_target: 0\n"
+    )
+    run("evaluate", pretrained, "--text", text, "--tasks", "foxes", "--include-path", tmp_path)
+    said = capsys.readouterr().out
+    assert "bits per byte" in said and "|foxes" in said
+
+
+def write_idx(file: Path, values: np.ndarray) -> None:
+    header = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}i", *values.shape)
+    file.write_bytes(gzip.compress(header + values.tobytes()))
+
+
+def test_sequential_digits(tmp_path, capsys):
+    generator = np.random.default_rng(0)
+    write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", generator.integers(256, size=(12, 28, 28)).astype(np.uint8))
+    write_idx(tmp_path / "t10k-labels-idx1-ubyte.gz", generator.integers(10, size=12).astype(np.uint8))
+    sizes = ("--epochs", 1, "--train-digits", 8, "--layers", 1, "--batch-size", 4, "--device", "cpu")
+    run("sequential_digits", "--data", tmp_path, *sizes, "--output", tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_assisted_generation(text, tmp_path, capsys):
+    sizes = ("--hidden-size", 16, "--assistant-hidden-size", 8, "--layers", 2, "--assistant-layers", 1)
+    minutes = ("--minutes", 0.01, "--assistant-minutes", 0.01)
+    lengths = ("--prompts", 2, "--new-tokens", 8, "--sequence-length", 32)
+    run("assisted_generation", "--data", text, *sizes, *minutes, *lengths, "--output", tmp_path)
+    assert "of the time of greedy decoding" in capsys.readouterr().out
