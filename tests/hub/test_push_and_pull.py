@@ -465,6 +465,13 @@ def test_from_pretrained(hub, folder, run, tmp_path):
         assert process.returncode == 0, error
 
 
+def test_a_card_of_several_sources():
+    sources = [{"data_files": ["/home/somebody/a.txt"], "weight": 2}, {"dataset": "me/prose", "streaming": True}]
+    assert card._evaluated_on({"sources": sources}) == "held-out documents of a.txt, me/prose"
+    table = card._training({"sources": sources}, Path("/nowhere"))
+    assert "| sources | (data_files: a.txt, weight: 2), (dataset: me/prose, streaming: True) |" in table
+
+
 def test_the_example_converts_and_pushes(hub, folder, tmp_path, monkeypatch, capsys):
     convert(folder, tmp_path / "original", to_format="longhorn")
     example = Path(__file__).parents[2] / "examples" / "convert_and_push.py"
@@ -476,10 +483,3 @@ def test_the_example_converts_and_pushes(hub, folder, tmp_path, monkeypatch, cap
     branch = hub.repos["me/books"]
     files = branch.commits[branch.resolve("main")]
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
-
-
-def test_a_card_of_several_sources():
-    sources = [{"data_files": ["/home/somebody/a.txt"], "weight": 2}, {"dataset": "me/prose", "streaming": True}]
-    assert card._evaluated_on({"sources": sources}) == "held-out documents of a.txt, me/prose"
-    table = card._training({"sources": sources}, Path("/nowhere"))
-    assert "| sources | (data_files: a.txt, weight: 2), (dataset: me/prose, streaming: True) |" in table
