@@ -17,8 +17,6 @@ from . import split
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", None)
 _count_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _count_function_modes = getattr(torch._C, "_len_torch_function_stack", None)
-
-
 CAN_ASK = None not in (_transforms_are_active, _count_dispatch_modes, _count_function_modes)
 
 
