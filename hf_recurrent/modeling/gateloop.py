@@ -26,19 +26,11 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.output_capturing import OutputRecorder
 
-from ..scan import linear_scan
+from ..scan import gateloop_scan, linear_scan
+from ..scan.cells import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS
 from .configuration import RecurrentConfig, at_least, kernel_size, positive
 from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
-
-MAGNITUDE_ACTIVATIONS = {
-    "sigmoid": torch.sigmoid,
-    "exponential": lambda x: torch.exp(-torch.exp(x)),  # as in the LRU (arXiv 2303.06349)
-}
-PHASE_ACTIVATIONS = {
-    "identity": lambda x: x,
-    "tanh": lambda x: torch.pi * torch.tanh(x),
-}
 
 
 @strict
@@ -154,6 +146,9 @@ class GateLoopMixer(nn.Module):
         self.head_size = size // self.num_heads
         self.polar = config.transition == "polar"
         self.complex_state = config.complex_transition
+        # What `gateloop_scan` has: no sign in place of a phase, no function of a cartesian one.
+        cartesian = self.complex_state and config.phase_activation == "identity"
+        self.is_fused = self.head_size == 1 and (self.polar or cartesian)
         self.state_shapes = {"recurrent": (self.num_heads, self.head_size, self.head_size)}
         self.initial_state = new_initial_state(config, self.state_shapes["recurrent"], self.complex_state)
 
@@ -176,13 +171,12 @@ class GateLoopMixer(nn.Module):
         if config.use_gate or size != config.hidden_size:
             self.out_proj = nn.Linear(size, config.hidden_size, bias=config.use_bias)
 
-    def transitions(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """a of `gate_loop` in `dtype` or its complex counterpart; (1, 1, ...) where the data do not control it."""
+    def transitions(self, given: Tensor, dtype: torch.dtype) -> Tensor:
+        """a of `gate_loop` in `dtype` or its complex counterpart, from what transition_proj gives, (B, L, ...), or the
+        parameter that takes its place, (1, 1, ...)."""
         # Looked up here: as attributes, functions without a name would keep the model from being pickled.
         magnitude = MAGNITUDE_ACTIVATIONS[self.config.magnitude_activation]
         phase = PHASE_ACTIVATIONS[self.config.phase_activation]
-        # A copy: weights that were read from a file lie at any multiple of their own size, complex numbers may not.
-        given = self.transition[None, None].clone() if self.transition_proj is None else self.transition_proj(x)
         given = given.to(dtype)
         if self.polar:
             given = given.unflatten(-1, (-1, self.num_heads, self.head_size))
@@ -192,6 +186,34 @@ class GateLoopMixer(nn.Module):
             return magnitude(given.abs()).copysign(given).unsqueeze(-1)
         c = torch.view_as_complex(given.unflatten(-1, (self.num_heads, 1, 2)))
         return torch.polar(magnitude(c.abs()), phase(c.angle()))
+
+    def _channels(
+        self,
+        qkv: Tensor,
+        given: Tensor,
+        before: Tensor | None,
+        mask: Tensor | None,
+        reset: Tensor | None,
+        start: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`gate_loop` where each head is a channel, from the projections, by one kernel."""
+        if self.complex_state:
+            alpha, beta = given.chunk(2, dim=-1) if self.polar else (given[..., ::2], given[..., 1::2])
+        else:
+            alpha, beta = given, None
+        y, final = gateloop_scan(
+            *qkv.chunk(3, dim=-1),
+            alpha,
+            beta,
+            before if before is None else before.flatten(1),
+            transition=self.config.transition,
+            magnitude=self.config.magnitude_activation,
+            phase=self.config.phase_activation if self.complex_state else "identity",
+            mask=mask,
+            reset=reset,
+            reset_state=start if start is None else start.flatten(),
+        )
+        return y, final[..., None, None]
 
     def forward(
         self,
@@ -206,13 +228,21 @@ class GateLoopMixer(nn.Module):
         new_state = {}
         if self.conv1d is not None:
             x, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
         qkv = self.in_proj(x)
-        wide = torch.promote_types(qkv.dtype, torch.float32)
-        q, k, v = qkv.to(wide).unflatten(-1, (3, self.num_heads, self.head_size)).unbind(2)
-        a = self.transitions(x, wide)
+        # A copy: weights that were read from a file lie at any multiple of their own size, complex numbers may not.
+        given = self.transition[None, None].clone() if self.transition_proj is None else self.transition_proj(x)
         before, start = starting_states(self, state, len(x))
-        y, new_state["recurrent"] = gate_loop(q, k, v, a, before, mask, reset, start)
-        y = y.flatten(2)
+        wide = torch.promote_types(qkv.dtype, torch.float32)
+        if output_attentions or not self.is_fused:
+            q, k, v = qkv.to(wide).unflatten(-1, (3, self.num_heads, self.head_size)).unbind(2)
+            a = self.transitions(given, wide)
+        if self.is_fused:
+            y, new_state["recurrent"] = self._channels(qkv, given, before, mask, reset, start)
+        else:
+            y, new_state["recurrent"] = gate_loop(q, k, v, a, before, mask, reset, start)
+            y = y.flatten(2)
         if self.sub_ln is not None:
             y = self.sub_ln(y)
         y = y.to(qkv.dtype)
@@ -220,7 +250,7 @@ class GateLoopMixer(nn.Module):
             y = F.silu(self.gate_proj(x)) * y
         if self.out_proj is not None:
             y = self.out_proj(y)
-        if not (self.config.output_attentions if output_attentions is None else output_attentions):
+        if not output_attentions:
             return y, new_state
         one_hot = torch.eye(x.shape[1], dtype=wide, device=x.device)[None, :, None]
         attentions, _ = gate_loop(q, k, one_hot.expand(*k.shape[:3], -1), a, None, mask, reset)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from . import kernel_cache
-from .buffers import new_grads, new_outputs, summed_to_inputs
+from .buffers import new_grads, summed_to_inputs
+from .cells import BY_NAME
 from .kernel_cache import BackendUnavailable, cached_file, source_identity
 
 TORCH = Path(torch.__file__).parent
 CELLS = {"linear": 0, "mingru_vanilla": 1, "mingru_positive": 2, "minlstm_vanilla": 3, "minlstm_positive": 4}
-MAX_INPUTS = 3
+MAX_INPUTS = 5
 # What the C++ sources call each dtype. A library holds the kernels of one: compiling them all would take most of ten
 # seconds at first use, one takes two or less.
 STORAGES = {
@@ -52,7 +53,7 @@ class _Problem(ctypes.Structure):
         ("flags", ctypes.c_void_p),
         ("inputs", TensorStruct * MAX_INPUTS),
         ("h", TensorStruct),
-        ("grad_h", TensorStruct),
+        ("y", TensorStruct),
         ("initial", ctypes.c_void_p),
         ("state", ctypes.c_void_p),
         ("grad_inputs", ctypes.c_void_p * MAX_INPUTS),
@@ -95,22 +96,23 @@ def _cpu_features() -> str:
     return platform.processor()
 
 
-def _build(stem: str = "scan_cpu", dtype: torch.dtype = torch.float32) -> Path:
-    """The path of the library compiled from csrc/`stem`.cpp for `dtype`; compiles it where the cache lacks it."""
+def _build(stem: str = "scan_cpu", dtype: torch.dtype = torch.float32, cell: str | None = None) -> Path:
+    """The path of the library compiled from csrc/`stem`.cpp for `dtype`, and for a cell of csrc/cells.h where it is for
+    one alone; compiles it where the cache lacks it."""
     compiler = _compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS)
-    storage = f"-DHFR_STORAGE={STORAGES[dtype]}"
+    macros = [f"-DHFR_STORAGE={STORAGES[dtype]}", *([] if cell is None else [f"-DHFR_CELL={cell}"])]
     source = kernel_cache.SOURCES / f"{stem}.cpp"
     identity = [platform.machine(), _cpu_features(), *compiler, version.stdout, *source_identity(".h", ".cpp"), stem]
     message = ""
     for flags in _flag_sets():
 
         def compile_to(path: Path, flags: list[str] = flags) -> None:
-            command = [*compiler, storage, "-o", str(path), str(source), *flags]
+            command = [*compiler, *macros, "-o", str(path), str(source), *flags]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
 
         try:
-            return cached_file(stem, ".so", [*identity, storage, *flags], compile_to)
+            return cached_file(stem, ".so", [*identity, *macros, *flags], compile_to)
         except subprocess.CalledProcessError as error:
             message = next((s for s in error.stderr.splitlines() if "error" in s), error.stderr.strip())
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -120,12 +122,12 @@ def _build(stem: str = "scan_cpu", dtype: torch.dtype = torch.float32) -> Path:
 
 @functools.cache
 def _load(
-    stem: str, entry: str, dtype: torch.dtype, problem: type[ctypes.Structure]
+    stem: str, entry: str, dtype: torch.dtype, problem: type[ctypes.Structure], cell: str | None = None
 ) -> Callable[..., int] | BackendUnavailable:
     """The C function `entry` of csrc/`stem`.cpp for `dtype`, its last argument a pointer to `problem`; or why there is
     none."""
     try:
-        path = _build(stem, dtype)
+        path = _build(stem, dtype, cell)
     except BackendUnavailable as error:
         return error
     except (OSError, subprocess.SubprocessError) as error:
@@ -147,14 +149,16 @@ def unavailable_reason() -> str | None:
     return str(loaded) if isinstance(loaded, BackendUnavailable) else None
 
 
-def call(stem: str, entry: str, dtype: torch.dtype, problem: ctypes.Structure, *arguments: int) -> None:
-    """Calls `entry` for `dtype` with integers and the problem.
+def call(
+    stem: str, entry: str, dtype: torch.dtype, problem: ctypes.Structure, *arguments: int, cell: str | None = None
+) -> None:
+    """Calls `entry` for `dtype` with integers and the problem; of a library that is for one cell alone, that one's.
 
     Raises:
         BackendUnavailable: the library cannot be built or loaded.
         NotImplementedError: it has no kernel for these arguments.
     """
-    function = _load(stem, entry, dtype, type(problem))
+    function = _load(stem, entry, dtype, type(problem), cell)
     if isinstance(function, BackendUnavailable):
         raise function
     if function(*arguments, ctypes.byref(problem)):
@@ -178,26 +182,56 @@ def threads_for(elements: int) -> int:
     return max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
 
 
-def _run(cell: str, backwards: bool, inputs: list[Tensor], h: Tensor, state: Tensor, **fields) -> None:
+def _run(
+    cell: str, backwards: bool, inputs: list[Tensor], shape: torch.Size, h: Tensor | None, state: Tensor, **fields
+) -> None:
     problem = _Problem(
-        *h.shape,
-        threads=threads_for(h.numel()),
-        inputs=(TensorStruct * MAX_INPUTS)(*(describe(x, h.shape) for x in inputs)),
-        h=describe(h),
+        *shape,
+        threads=threads_for(shape.numel()),
+        inputs=(TensorStruct * MAX_INPUTS)(*(describe(x, shape) for x in inputs)),
         state=state.data_ptr(),
         **fields,
     )
-    call("scan_cpu", "hfr_scan", h.dtype, problem, CELLS[cell], backwards)
+    if h is not None:
+        # Contiguous, and counted in pairs where the two parts of complex numbers are a last dimension.
+        problem.h = TensorStruct(h.data_ptr(), (ctypes.c_int64 * 3)(shape[1] * shape[2], shape[2], 1))
+    if cell in CELLS:
+        call("scan_cpu", "hfr_scan", inputs[0].dtype, problem, CELLS[cell], backwards)
+    else:
+        call("cell_scan_cpu", "hfr_cell_scan", inputs[0].dtype, problem, backwards, cell=BY_NAME[cell].kernel)
 
 
 def forward(
     cell: str, inputs: list[Tensor], initial_state: Tensor | None, flags: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """h (B, L, D) and the final state (B, D). `inputs` broadcast to the last one's shape, all of one dtype."""
-    h, state = new_outputs(inputs[-1], initial_state)
-    if h.numel():
-        _run(cell, False, inputs, h, state, reverse=reverse, flags=pointer(flags))
-    return h, state
+    h = torch.empty(inputs[-1].shape, dtype=inputs[-1].dtype)
+    return h, run_forward(cell, inputs, h, None, initial_state, None, flags, reverse)
+
+
+def run_forward(
+    cell: str,
+    inputs: list[Tensor],
+    h: Tensor | None,
+    y: Tensor | None,
+    initial_state: Tensor | None,
+    final: Tensor | None,
+    flags: Tensor | None,
+    reverse: bool,
+) -> Tensor:
+    """Writes h, or of a cell that reads its state y and, unless it is None, h, (B, L, D, 2) where the state is complex;
+    and the final state, which is returned."""
+    given = h if y is None else y
+    if final is None:
+        final = torch.empty(given.shape[0], given.shape[2], dtype=BY_NAME[cell].state_dtype(given.dtype))
+    if initial_state is None:
+        final.zero_()
+    elif final.data_ptr() != initial_state.data_ptr():
+        final.copy_(initial_state)
+    if given.numel():
+        fields = {} if y is None else {"y": describe(y)}
+        _run(cell, False, inputs, given.shape, h, final, reverse=reverse, flags=pointer(flags), **fields)
+    return final
 
 
 def backward(
@@ -206,25 +240,27 @@ def backward(
     h: Tensor,
     initial_state: Tensor | None,
     flags: Tensor | None,
-    grad_h: Tensor,
+    grad_y: Tensor,
     grad_final: Tensor,
     reverse: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the inputs (each of its own shape) and of the initial state."""
+    """Gradients of the inputs (each of its own shape) and of the initial state, from the h that forward has written and
+    the gradient of what the cell gives, (B, L, D)."""
     state = grad_final.clone(memory_format=torch.contiguous_format)
-    grads, sum_first = new_grads(inputs, h)
-    if h.numel():
+    grads, sum_first = new_grads(inputs, grad_y)
+    if grad_y.numel():
         initial = None if initial_state is None else initial_state.contiguous()
         _run(
             cell,
             True,
             inputs,
+            grad_y.shape,
             h,
             state,
             reverse=reverse,
             flags=pointer(flags),
             sum_first=sum_first,
-            grad_h=describe(grad_h),
+            y=describe(grad_y),
             initial=pointer(initial),
             grad_inputs=(ctypes.c_void_p * MAX_INPUTS)(*(g.data_ptr() for g in grads)),
         )

@@ -11,22 +11,22 @@ import torch
 from cuda_host import Host
 from oracle import CELLS, coefficients, compare, linear, mask_and_reset, mingru_positive, random, run
 
-from hf_recurrent.scan import BackendUnavailable, backend_report, cpu, cuda, cuda_kernels, linear_scan
+from hf_recurrent.scan import BackendUnavailable, backend_report, cells, cpu, cuda, cuda_kernels, linear_scan
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 PAIRS = [
     (cell, dtype)
-    for cell in cuda.CELLS
+    for cell in cpu.CELLS
     for dtype in (torch.float32, torch.bfloat16, torch.complex64)
     if cell == "linear" or not dtype.is_complex
 ]
 WIDE = [pair for pair in PAIRS if "vanilla" not in pair[0]]
-REST = [(cell, torch.float32) for cell in cuda.CELLS if "vanilla" in cell]
+REST = [(cell, torch.float32) for cell in cpu.CELLS if "vanilla" in cell]
 DOUBLES = [(cell, torch.float64) for cell in ("linear", "minlstm_positive")]
 
 
 def test_every_cell_has_a_kernel_on_both_devices():
-    assert cpu.CELLS.keys() == cuda.CELLS.keys()
+    assert cpu.CELLS.keys() == {cell.name for cell in cells.STATE_CELLS}
     assert cpu.STORAGES.keys() == cuda_kernels.TYPES.keys()
 
 
@@ -256,7 +256,7 @@ def test_a_first_run_that_fails_is_said(host, monkeypatch, error, reason):
     real = {name: getattr(torch, name) for name in ("linspace", "ones")}
     for name, make in real.items():
         monkeypatch.setattr(torch, name, lambda *a, make=make, device=None, **k: make(*a, **k))
-    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(cuda_kernels, "launch", launch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     said = cuda.unavailable_reason.__wrapped__()
     assert reason in said and "\n" not in said

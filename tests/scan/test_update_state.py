@@ -5,7 +5,7 @@ import torch
 from cuda_host import Host
 from oracle import coefficients, random
 
-from hf_recurrent.scan import linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan import gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
 
 
 def calls(batch: int, length: int) -> dict:
@@ -17,6 +17,10 @@ def calls(batch: int, length: int) -> dict:
         "complex": (lambda *s, **o: linear_scan(a, a, *s, **o), random(batch, 6, dtype=torch.complex64)),
         "mingru": (lambda *s, **o: mingru_scan(x, y, *s, positive=True, **o), random(batch, 6, dtype=torch.float32)),
         "minlstm": (lambda *s, **o: minlstm_scan(x, y, z, *s, **o), random(batch, 6, dtype=torch.float32)),
+        "gateloop": (
+            lambda *s, **o: gateloop_scan(x, y, z, y, x, *s, **o),
+            random(batch, 6, dtype=torch.complex64),
+        ),
         "longhorn": (lambda *s, **o: longhorn_scan(x, y, k, k, *s, **o), random(batch, 6, 3, dtype=torch.float32)),
     }
 
@@ -29,7 +33,8 @@ def backend(request, monkeypatch, tmp_path_factory):
     host = Host(tmp_path_factory.mktemp("shim"), flags=["-O0"])
     host.multiprocessors = 4
     host.install(monkeypatch.setattr)
-    monkeypatch.setattr("hf_recurrent.scan.ops.choose_backend", lambda backend, device: "cuda")
+    for module in ("ops", "reading"):
+        monkeypatch.setattr(f"hf_recurrent.scan.{module}.choose_backend", lambda backend, device: "cuda")
     return "cuda"
 
 
