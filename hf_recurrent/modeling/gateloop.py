@@ -27,7 +27,7 @@ from transformers import initialization as init
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..scan import gateloop_scan, linear_scan
-from ..scan.cells import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS
+from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS
 from .configuration import RecurrentConfig, at_least, kernel_size, positive
 from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS
 from .reference import STATE_DTYPES
 
 
@@ -70,15 +71,6 @@ MINLSTM_POSITIVE = Cell("minlstm_positive", functools.partial(_minlstm, positive
 
 
 # ---- GateLoop (arXiv 2311.01927) -------------------------------------------------------------------------------------
-
-MAGNITUDE_ACTIVATIONS = {
-    "sigmoid": torch.sigmoid,
-    "exponential": lambda x: torch.exp(-torch.exp(x)),  # as in the LRU (arXiv 2303.06349)
-}
-PHASE_ACTIVATIONS = {
-    "identity": lambda x: x,
-    "tanh": lambda x: torch.pi * torch.tanh(x),
-}
 
 
 def _transition(kind: str, magnitude: str, phase: str, alpha: Tensor, beta: Tensor | None = None) -> Tensor:

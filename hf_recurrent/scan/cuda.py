@@ -27,9 +27,15 @@ def module_for(cell: str, dtype: torch.dtype, width: int) -> Module:
 @functools.cache
 def unavailable_reason() -> str | None:
     """None where the kernels run, else one line that says why not. The first call runs them once, forward and backward,
-    and compares: a wrong driver or compiler must cost speed, never a wrong number."""
+    and compares: a wrong driver or compiler must cost speed, never a wrong number.
+
+    Raises:
+        RuntimeError: the first call is made while a CUDA graph is captured, in which nothing can be compared.
+    """
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
+    if torch.cuda.is_current_stream_capturing():  # and would be told for good that the kernels do not run
+        raise RuntimeError("the first scan on a GPU cannot be captured into a CUDA graph: call it once before")
     try:
         a, b = torch.linspace(0.1, 0.9, 12, device="cuda").view(1, 4, 3), torch.ones(1, 4, 3, device="cuda")
         h, final = forward("linear", [a, b], None, None, False)

@@ -1,5 +1,6 @@
 """CUDA kernels: csrc/*.cu compiled by NVRTC at first use (no nvcc, no toolkit), cached, launched through cuda-core."""
 
+import contextlib
 import functools
 import io
 import time
@@ -110,7 +111,25 @@ def _load(module: Module, device_index: int):
 
 @functools.cache
 def _kernel(module: Module, entry: str, device_index: int):
-    return _load(module, device_index).get_kernel(entry)
+    with _loading_allowed():
+        return _load(module, device_index).get_kernel(entry)
+
+
+@contextlib.contextmanager
+def _loading_allowed():
+    """A CUDA graph that is being captured refuses whatever may allocate memory on this thread, loading a kernel among
+    it, unless it is told that this is not part of the graph; PyTorch's allocator does the same."""
+    if not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
 
 
 # ---- calling --------------------------------------------------------------------------------------------------------

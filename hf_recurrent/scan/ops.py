@@ -256,6 +256,8 @@ def check_updatable(state: Tensor | None, dtype: torch.dtype, inputs: list[Tenso
         raise ValueError("update_state overwrites what gradients would need: call it under torch.no_grad()")
     if torch.compiler.is_compiling():
         return
+    if state.data_ptr() % state.element_size():
+        raise ValueError("initial_state starts at no multiple of its elements' size, and cannot be updated in place")
     if state.is_conj() or state.is_neg():
         raise ValueError("initial_state is a conjugated or negated view, and cannot be updated in place")
     start, end = state.data_ptr(), state.data_ptr() + state.nbytes

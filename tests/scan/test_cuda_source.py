@@ -258,5 +258,47 @@ def test_a_first_run_that_fails_is_said(host, monkeypatch, error, reason):
         monkeypatch.setattr(torch, name, lambda *a, make=make, device=None, **k: make(*a, **k))
     monkeypatch.setattr(cuda_kernels, "launch", launch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     said = cuda.unavailable_reason.__wrapped__()
     assert reason in said and "\n" not in said
+
+
+# ---- CUDA graphs -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_scan_is_not_captured(monkeypatch):
+    """It compares numbers, which a capture cannot, and would take the failure for one of the kernels, for good."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="first scan on a GPU cannot be captured into a CUDA graph"):
+        cuda.unavailable_reason.__wrapped__()
+
+
+def test_a_kernel_is_loaded_during_a_capture(monkeypatch):
+    """One that has not run before: the capture is told that what loading allocates is no part of the graph."""
+    driver = pytest.importorskip("cuda.bindings.driver", reason="needs the packages of the extra 'cuda'")
+    modes, before = [], driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+
+    def exchange(mode):
+        modes.append(mode)
+        return driver.CUresult.CUDA_SUCCESS, before
+
+    class Loaded:
+        def get_kernel(self, entry):
+            assert modes == [driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED]
+            return entry
+
+    monkeypatch.setattr(driver, "cuThreadExchangeStreamCaptureMode", exchange)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "_load", lambda module, device_index: Loaded())
+    assert cuda_kernels._kernel.__wrapped__(MODULE, "scan_forward", 0) == "scan_forward"
+    assert modes[1:] == [before]
+
+
+def test_many_rows_of_blocks(monkeypatch):
+    """More rows than a grid has: its blocks walk on."""
+    monkeypatch.setattr(cuda_kernels, "multiprocessors", lambda device: 132)
+    scan = cuda_kernels.Scan(
+        MODULE, 256, 1, (200_000, 7, 8), (8,), torch.float32, torch.device("meta"), None, False, []
+    )
+    assert scan.grid == (1, 65535) and scan.segments == 1

@@ -1,5 +1,6 @@
 """`update_state`: the final state takes the place of the initial one, at its address."""
 
+import numpy as np
 import pytest
 import torch
 from cuda_host import Host
@@ -70,6 +71,9 @@ def test_what_cannot_be_updated():
             scan(x, x, state.double(), update_state=True)
         with pytest.raises(ValueError, match="must be contiguous"):
             scan(x, x, torch.rand(6, 2).T, update_state=True)
+        odd = np.ndarray((2, 6), dtype=np.float32, buffer=bytearray(49), offset=1)
+        with pytest.raises(ValueError, match="starts at no multiple of its elements' size"):
+            scan(x, x, torch.from_numpy(odd), update_state=True)
         with pytest.raises(ValueError, match="under torch.no_grad"):
             scan(x.clone().requires_grad_(), x, state, update_state=True)
         with pytest.raises(ValueError, match="shares memory with an input"):
