@@ -29,7 +29,8 @@ from hf_recurrent.files import replacing, write_whole
 from hf_recurrent.measure import machine
 from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.modeling.minlstm import MinLSTMMixer
-from hf_recurrent.scan import linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan import gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan.cells import BY_NAME
 
 ROOT = Path(__file__).parents[1]
 SETS = 3  # of tensors, which consecutive calls use in turn
@@ -137,13 +138,16 @@ def _forward(scan: Callable, sets: list[tuple[Tensor, ...]]) -> list[Callable]:
 
 def _backward(cell: str, sets: list[tuple[Tensor, ...]], backend: str) -> list[Callable]:
     """The operator's backward alone, as autograd calls it."""
-    calls = []
+    ops, calls = torch.ops.hf_recurrent, []
     for x in sets:
         inputs = [t[(None,) * (3 - t.dim())] for t in x]
-        h, final = torch.ops.hf_recurrent.scan(cell, inputs, None, None, False, backend)
-        grad, grad_final = torch.randn_like(h), torch.randn_like(final)
-        arguments = (cell, inputs, h, None, None, grad, grad_final, False, backend)
-        calls.append(lambda arguments=arguments: torch.ops.hf_recurrent.scan_backward(*arguments))
+        if BY_NAME[cell].read is None:
+            (h, final), backward = ops.scan(cell, inputs, None, None, False, backend), ops.scan_backward
+        else:
+            _, h, final = ops.read_scan(cell, inputs, None, None, False, True, backend)
+            backward = ops.read_scan_backward
+        arguments = (cell, inputs, h, None, None, torch.randn_like(x[-1]), torch.randn_like(final), False, backend)
+        calls.append(lambda backward=backward, arguments=arguments: backward(*arguments))
     return calls
 
 
@@ -160,9 +164,11 @@ def _measure_scan(b: Bench, section: str, cell: str, scan: Callable, shape, dtyp
         if section in ("scan", "long") and sets[0][0].shape == sets[0][1].shape:
             add = seconds_of([lambda x=x: torch.add(*x) for x in sets], b.device)
             row["of_add"] = round(row["microseconds"] / (add * 1e6), 4)
-        # Reads the inputs, h and its gradient; writes a gradient of each input.
-        seconds = seconds_of(_backward(cell.split(",")[0], sets, b.device.type), b.device)
-        b.add(section, cell, seconds, 2 * read + 2 * written, direction="backward", **fields)
+        # Reads the inputs, h and the gradient of what the cell gives; writes a gradient of each input.
+        name = cell.split(",")[0]
+        kept = 2 if BY_NAME[name].has_complex_state else 1  # numbers of h for each one given
+        seconds = seconds_of(_backward(name, sets, b.device.type), b.device)
+        b.add(section, cell, seconds, 2 * read + (1 + kept) * written, direction="backward", **fields)
 
 
 def _pair(b: Bench) -> Callable:
@@ -188,7 +194,7 @@ def measure_long(b: Bench) -> None:
 
 
 def measure_cells(b: Bench) -> None:
-    """What is fused with the recurrence, and the complex recurrences of GateLoop and S5."""
+    """What is fused with the recurrence, and the complex recurrences, with the constant coefficients of S5 too."""
 
     def real(count: int) -> Callable:
         return lambda shape, dtype: tuple(b.random(*shape, dtype=dtype) for _ in range(count))
@@ -199,12 +205,18 @@ def measure_cells(b: Bench) -> None:
     def positive(scan):
         return lambda *x: scan(*x, positive=True)
 
+    def gateloop(**options):
+        return lambda *x: gateloop_scan(*x, **options)
+
     shape = (2, 64, 16) if b.tiny else (8, 4096, 1536)
     cells = [
         ("mingru_vanilla", mingru_scan, real(2), (FLOAT, HALF)),
         ("mingru_positive", positive(mingru_scan), real(2), (FLOAT, HALF)),
         ("minlstm_vanilla", minlstm_scan, real(3), (FLOAT, HALF)),
         ("minlstm_positive", positive(minlstm_scan), real(3), (FLOAT, HALF)),
+        ("gateloop_polar_sigmoid", gateloop(), real(5), (FLOAT, HALF)),
+        ("gateloop_real_sigmoid", gateloop(), real(4), (FLOAT, HALF)),
+        ("gateloop_cartesian_sigmoid", gateloop(transition="cartesian"), real(5), (FLOAT, HALF)),
         ("linear, complex", linear_scan, _pair(b), (torch.complex64,)),
         ("linear, complex and constant", linear_scan, constant, (torch.complex64,)),
     ]
@@ -345,19 +357,26 @@ def measure_step(b: Bench) -> None:
 
 
 def measure_decode(b: Bench) -> None:
-    """One token for a batch: the scan of one layer, captured into a graph."""
+    """One token for a batch: the scan of one layer, its state updated in place, captured into a graph."""
     for batch in (2,) if b.tiny else (1, 64, 512):
         shape = (batch, 1, 16 if b.tiny else 1536)
 
-        def run(shape=shape) -> None:
-            hidden, gate = (b.random(*shape, dtype=HALF) for _ in "hg")
-            state = b.random(shape[0], shape[2], dtype=FLOAT)
-            moved = 3 * hidden.nbytes + 2 * state.nbytes
-            with torch.no_grad():
-                seconds = seconds_of([lambda: mingru_scan(hidden, gate, state)[0]] * 20, b.device)
-            b.add("decode", "mingru_vanilla", seconds, moved, shape=list(shape), dtype="bfloat16", direction="forward")
+        cells = [
+            ("mingru_vanilla", mingru_scan, 2, FLOAT),
+            ("gateloop_polar_sigmoid", gateloop_scan, 5, torch.complex64),
+        ]
+        for name, scan, count, state_dtype in cells:
 
-        b.attempt(f"decode {shape}", run)
+            def run(shape=shape, name=name, scan=scan, count=count, state_dtype=state_dtype) -> None:
+                inputs = [b.random(*shape, dtype=HALF) for _ in range(count)]
+                state = b.random(shape[0], shape[2], dtype=state_dtype)
+                moved = (count + 1) * inputs[0].nbytes + 2 * state.nbytes
+                with torch.no_grad():
+                    calls = [lambda: scan(*inputs, state, update_state=True)[0]] * 20
+                    seconds = seconds_of(calls, b.device)
+                b.add("decode", name, seconds, moved, shape=list(shape), dtype="bfloat16", direction="forward")
+
+            b.attempt(f"decode {name} {shape}", run)
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

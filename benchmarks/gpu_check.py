@@ -15,7 +15,9 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "scan"))
 
 import test_longhorn_scan
-from oracle import CELLS, coefficients, compare, linear, mask_and_reset, random
+from oracle import CELLS, GATELOOP_CELLS, coefficients, compare, linear, mask_and_reset, random
+
+from hf_recurrent.scan.cells import BY_NAME
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (batch, length, channels): odd and even widths, one position, one channel, and lengths that are split into segments.
@@ -40,6 +42,9 @@ def _cases(small: bool) -> list[tuple[str, Callable[..., list]]]:
             for dtype in (*DTYPES, torch.complex64) if name == "linear" else DTYPES:
                 cases.append((f"{name} {dtype} {shape}", _scan_case(scan, count, shape, dtype, name == "linear")))
         cases.append((f"constant coefficients {shape}", _constant_case(shape)))
+        for name, (scan, count) in GATELOOP_CELLS.items():
+            for dtype in DTYPES if name == "gateloop_polar_sigmoid" else DTYPES[:1]:
+                cases.append((f"{name} {dtype} {shape}", _scan_case(scan, count, shape, dtype, False, name)))
     for shape in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         for dtype in DTYPES:
             cases.append((f"longhorn {dtype} {shape}", _longhorn_case(shape, dtype)))
@@ -51,14 +56,14 @@ def _options(batch: int, length: int) -> list[dict]:
     return [{}, {"mask": mask, "reset": reset, "reverse": True}]
 
 
-def _scan_case(scan, count, shape, dtype, is_linear):
+def _scan_case(scan, count, shape, dtype, is_linear, name="linear"):
     def check(backend, device):
         outputs = []
         for options in _options(*shape[:2]):
             first = coefficients(*shape, dtype=dtype) if is_linear else random(*shape, dtype=dtype)
             # Below one in magnitude, lest rounding add up over thousands of positions, as it does in the loop too.
             inputs = [0.99 * first if is_linear else first, *(random(*shape, dtype=dtype) for _ in range(count - 1))]
-            state = random(shape[0], shape[2], dtype=torch.promote_types(dtype, torch.float32))
+            state = random(shape[0], shape[2], dtype=BY_NAME[name].state_dtype(dtype))
             outputs += compare(scan, inputs, state, backend=backend, device=device, **options)
         return outputs
 

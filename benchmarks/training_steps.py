@@ -83,6 +83,7 @@ def with_product(step: Callable[[int], None]) -> Callable[[int], None]:
             mock.patch.object(MinGRUMixer, "scan", staticmethod(_product)),
             mock.patch.object(MinLSTMMixer, "scan", staticmethod(_product)),
             mock.patch.object(gateloop, "linear_scan", _product),
+            mock.patch.object(gateloop, "gateloop_scan", _product),
             mock.patch.object(s5, "linear_scan", _product),
             mock.patch.object(longhorn, "longhorn_scan", _longhorn_product),
         ):

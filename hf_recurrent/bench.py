@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .measure import paired, version_of
-from .scan import linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from .scan import gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
 
 PASSES = ("forward", "backward")
 INPUT_SETS = 3  # used in turn: no call finds its input in a cache because the call before has just read it
@@ -28,7 +28,7 @@ class Case:
         inputs: shape, dtype, device -> the tensors that the scan takes.
         function: these tensors -> (B, L, D) outputs.
         moved: tensors of the output's size that forward, and backward, must read or write, each counted once. What is
-            smaller by a dimension is left out.
+            smaller by a dimension is left out; so is what forward keeps for backward, of which it is timed without.
         complex: the dtypes are complex, made of two numbers of the dtype named.
     """
 
@@ -82,7 +82,8 @@ CASES = (
     Case("minGRU cell, positive", _normal(2), _first(mingru_scan, positive=True), (3, 6)),
     Case("minLSTM cell", _normal(3), _first(minlstm_scan), (4, 8)),
     Case("minLSTM cell, positive", _normal(3), _first(minlstm_scan, positive=True), (4, 8)),
-    Case("linear_scan, complex (GateLoop)", _complex_scan, _first(linear_scan), (3, 5), complex=True),
+    Case("GateLoop cell", _normal(5), _first(gateloop_scan), (6, 13)),
+    Case("linear_scan, complex", _complex_scan, _first(linear_scan), (3, 5), complex=True),
     Case("linear_scan, constant complex a (S5)", _constant_scan, _first(linear_scan), (2, 3), complex=True),
     Case(f"Longhorn cell, m = {STATE_SIZE}", _longhorn, _first(longhorn_scan), (3, 5)),
 )

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.output_capturing import OutputRecorder
 
-from ..scan import linear_scan
-from ..scan.gateloop import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS, channel_loop
+from ..scan import gateloop_scan, linear_scan
+from ..scan.gateloop import channel_loop
+from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS
 from .configuration import RecurrentConfig, at_least, kernel_size, positive
 from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
@@ -146,6 +147,9 @@ class GateLoopMixer(nn.Module):
         self.head_size = size // self.num_heads
         self.polar = config.transition == "polar"
         self.complex_state = config.complex_transition
+        # What `gateloop_scan` has: no sign in place of a phase, no function of a cartesian one.
+        cartesian = self.complex_state and config.phase_activation == "identity"
+        self.is_fused = self.head_size == 1 and (self.polar or cartesian)
         self.state_shapes = {"recurrent": (self.num_heads, self.head_size, self.head_size)}
         self.initial_state = new_initial_state(config, self.state_shapes["recurrent"], self.complex_state)
 
@@ -171,13 +175,16 @@ class GateLoopMixer(nn.Module):
         if config.use_gate or size != config.hidden_size:
             self.out_proj = nn.Linear(size, config.hidden_size, bias=config.use_bias)
 
-    def transitions(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """a of `gate_loop` in `dtype` or its complex counterpart; (1, 1, ...) where the data do not control it."""
+    def transition_inputs(self, x: Tensor) -> Tensor:
+        """What the transitions are made of: a projection, (B, L, ...), or the parameter in its place, (1, 1, ...)."""
+        # A copy: weights that were read from a file lie at any multiple of their own size, complex numbers may not.
+        return self.transition[None, None].clone() if self.transition_proj is None else self.transition_proj(x)
+
+    def transitions(self, given: Tensor, dtype: torch.dtype) -> Tensor:
+        """a of `gate_loop` in `dtype` or its complex counterpart, from `transition_inputs`."""
         # Looked up here: as attributes, functions without a name would keep the model from being pickled.
         magnitude = MAGNITUDE_ACTIVATIONS[self.config.magnitude_activation]
         phase = PHASE_ACTIVATIONS[self.config.phase_activation]
-        # A copy: weights that were read from a file lie at any multiple of their own size, complex numbers may not.
-        given = self.transition[None, None].clone() if self.transition_proj is None else self.transition_proj(x)
         given = given.to(dtype)
         if self.polar:
             given = given.unflatten(-1, (-1, self.num_heads, self.head_size))
@@ -187,6 +194,34 @@ class GateLoopMixer(nn.Module):
             return magnitude(given.abs()).copysign(given).unsqueeze(-1)
         c = torch.view_as_complex(given.unflatten(-1, (self.num_heads, 1, 2)))
         return torch.polar(magnitude(c.abs()), phase(c.angle()))
+
+    def _channels(
+        self,
+        qkv: Tensor,
+        given: Tensor,
+        before: Tensor | None,
+        mask: Tensor | None,
+        reset: Tensor | None,
+        start: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`gate_loop` where each head is a channel, from the projections, by one kernel."""
+        if self.complex_state:
+            alpha, beta = given.chunk(2, dim=-1) if self.polar else (given[..., ::2], given[..., 1::2])
+        else:
+            alpha, beta = given, None
+        y, final = gateloop_scan(
+            *qkv.chunk(3, dim=-1),
+            alpha,
+            beta,
+            before if before is None else before.flatten(1),
+            transition=self.config.transition,
+            magnitude=self.config.magnitude_activation,
+            phase=self.config.phase_activation if self.complex_state else "identity",
+            mask=mask,
+            reset=reset,
+            reset_state=start if start is None else start.flatten(),
+        )
+        return y, final[..., None, None]
 
     def forward(
         self,
@@ -201,19 +236,24 @@ class GateLoopMixer(nn.Module):
         new_state = {}
         if self.conv1d is not None:
             x, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
-        qkv = self.in_proj(x)
-        before, start = starting_states(self, state, len(x))
         if output_attentions is None:
             output_attentions = self.config.output_attentions
+        qkv = self.in_proj(x)
+        before, start = starting_states(self, state, len(x))
         if self.is_channel_loop and not output_attentions:
             y, new_state["recurrent"] = self._channel_loop(x, qkv, before, mask, reset, start)
             return (y if self.out_proj is None else self.out_proj(y)), new_state
 
+        given = self.transition_inputs(x)
         wide = torch.promote_types(qkv.dtype, torch.float32)
-        q, k, v = qkv.to(wide).unflatten(-1, (3, self.num_heads, self.head_size)).unbind(2)
-        a = self.transitions(x, wide)
-        y, new_state["recurrent"] = gate_loop(q, k, v, a, before, mask, reset, start)
-        y = y.flatten(2)
+        if output_attentions or not self.is_fused:
+            q, k, v = qkv.to(wide).unflatten(-1, (3, self.num_heads, self.head_size)).unbind(2)
+            a = self.transitions(given, wide)
+        if self.is_fused:
+            y, new_state["recurrent"] = self._channels(qkv, given, before, mask, reset, start)
+        else:
+            y, new_state["recurrent"] = gate_loop(q, k, v, a, before, mask, reset, start)
+            y = y.flatten(2)
         if self.sub_ln is not None:
             y = self.sub_ln(y)
         y = y.to(qkv.dtype)

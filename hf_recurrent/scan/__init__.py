@@ -3,11 +3,13 @@
 from .kernel_cache import BackendUnavailable
 from .longhorn import longhorn_scan
 from .ops import available_backends, backend_report, linear_scan, mingru_scan, minlstm_scan
+from .reading import gateloop_scan
 
 __all__ = [
     "BackendUnavailable",
     "available_backends",
     "backend_report",
+    "gateloop_scan",
     "linear_scan",
     "longhorn_scan",
     "mingru_scan",

@@ -6,18 +6,8 @@ from torch import Tensor
 from .reference import STATE_DTYPES
 
 
-def new_outputs(last: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """h, like `last` (B, L, D) and not yet written, and a copy of the initial state (B, D) for the kernel to carry."""
-    h = torch.empty(last.shape, dtype=last.dtype, device=last.device)
-    if initial_state is None:
-        state = torch.zeros(last.shape[0], last.shape[2], dtype=STATE_DTYPES[last.dtype], device=last.device)
-    else:
-        state = initial_state.clone(memory_format=torch.contiguous_format)
-    return h, state
-
-
 def new_grads(inputs: list[Tensor], h: Tensor) -> tuple[list[Tensor], bool]:
-    """One gradient of the full shape for each input, and whether the first is instead the (B, 1, D) sum over time of a
+    """One gradient of h's shape for each input, and whether the first is instead the (B, 1, D) sum over time of a
     coefficient that is constant over it: the common broadcast, summed inside the kernel. Others are summed after."""
     grads = [torch.empty(h.shape, dtype=h.dtype, device=h.device) for _ in inputs]
     sum_first = inputs[0].shape[1] == 1 and h.shape[1] > 1

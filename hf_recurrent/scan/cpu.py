@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from . import kernel_cache
-from .buffers import new_grads, new_outputs, summed_to_inputs
+from .buffers import new_grads, summed_to_inputs
+from .cells import BY_NAME
 from .kernel_cache import BackendUnavailable, cached_file, source_identity
 
 TORCH = Path(torch.__file__).parent
 CELLS = {"linear": 0, "mingru_vanilla": 1, "mingru_positive": 2, "minlstm_vanilla": 3, "minlstm_positive": 4}
-MAX_INPUTS = 3
+MAX_INPUTS = 5
 # What the C++ sources call each dtype. A library holds the kernels of one: compiling them all would take most of ten
 # seconds at first use, one takes two or less.
 STORAGES = {
@@ -41,7 +42,7 @@ ELEMENTS_PER_THREAD = 16384  # below this a second thread costs more than it bri
 # token calls several kernels per layer, each of them shorter than ctypes takes to fill a Structure field by field.
 Problem = struct.Struct
 
-# batch, length, channels, reverse, threads, sum_first, flags; inputs, h, grad_h; initial, state; grad_inputs
+# batch, length, channels, reverse, threads, sum_first, flags; inputs, h, y; initial, state; grad_inputs
 _PROBLEM = Problem(f"{7 + 4 * (MAX_INPUTS + 2) + 2 + MAX_INPUTS}q")
 NOTHING = (0, 0, 0, 0)  # a tensor that is not there, as `describe` would have it
 NO_GRADS = (0,) * MAX_INPUTS
@@ -83,22 +84,23 @@ def _cpu_features() -> str:
     return platform.processor()
 
 
-def _build(stem: str = "scan_cpu", dtype: torch.dtype = torch.float32) -> Path:
-    """The path of the library compiled from csrc/`stem`.cpp for `dtype`; compiles it where the cache lacks it."""
+def _build(stem: str = "scan_cpu", dtype: torch.dtype = torch.float32, cell: str | None = None) -> Path:
+    """The path of the library compiled from csrc/`stem`.cpp for `dtype`, and for a cell of csrc/cells.h where it is for
+    one alone; compiles it where the cache lacks it."""
     compiler = _compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS)
-    storage = f"-DHFR_STORAGE={STORAGES[dtype]}"
+    macros = [f"-DHFR_STORAGE={STORAGES[dtype]}", *([] if cell is None else [f"-DHFR_CELL={cell}"])]
     source = kernel_cache.SOURCES / f"{stem}.cpp"
     identity = [platform.machine(), _cpu_features(), *compiler, version.stdout, *source_identity(".h", ".cpp"), stem]
     message = ""
     for flags in _flag_sets():
 
         def compile_to(path: Path, flags: list[str] = flags) -> None:
-            command = [*compiler, storage, "-o", str(path), str(source), *flags]
+            command = [*compiler, *macros, "-o", str(path), str(source), *flags]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
 
         try:
-            return cached_file(stem, ".so", [*identity, storage, *flags], compile_to)
+            return cached_file(stem, ".so", [*identity, *macros, *flags], compile_to)
         except subprocess.CalledProcessError as error:
             message = next((s for s in error.stderr.splitlines() if "error" in s), error.stderr.strip())
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -107,11 +109,13 @@ def _build(stem: str = "scan_cpu", dtype: torch.dtype = torch.float32) -> Path:
 
 
 @functools.cache
-def _load(stem: str, entry: str, dtype: torch.dtype, problem: Problem) -> Callable[..., int] | BackendUnavailable:
+def _load(
+    stem: str, entry: str, dtype: torch.dtype, problem: Problem, cell: str | None = None
+) -> Callable[..., int] | BackendUnavailable:
     """The C function `entry` of csrc/`stem`.cpp for `dtype`, its last argument a pointer to a struct laid out as
     `problem`; or why there is none."""
     try:
-        path = _build(stem, dtype)
+        path = _build(stem, dtype, cell)
     except BackendUnavailable as error:
         return error
     except (OSError, subprocess.SubprocessError) as error:
@@ -139,14 +143,23 @@ def kernel(stem: str, entry: str, dtype: torch.dtype, problem: Problem) -> Calla
     return None if isinstance(function, BackendUnavailable) else function
 
 
-def call(stem: str, entry: str, dtype: torch.dtype, problem: Problem, fields: tuple[int, ...], *arguments: int) -> None:
-    """Calls `entry` for `dtype` with integers and the `fields` of the problem.
+def call(
+    stem: str,
+    entry: str,
+    dtype: torch.dtype,
+    problem: Problem,
+    fields: tuple[int, ...],
+    *arguments: int,
+    cell: str | None = None,
+) -> None:
+    """Calls `entry` for `dtype` with integers and the `fields` of the problem; of a library that is for one cell alone,
+    that one's.
 
     Raises:
         BackendUnavailable: the library cannot be built or loaded.
         NotImplementedError: it has no kernel for these arguments.
     """
-    function = _load(stem, entry, dtype, problem)
+    function = _load(stem, entry, dtype, problem, cell)
     if isinstance(function, BackendUnavailable):
         raise function
     if function(*arguments, problem.pack(*fields)):
@@ -193,33 +206,61 @@ def _run(
     cell: str,
     backwards: bool,
     inputs: list[Tensor],
-    h: Tensor,
+    shape: torch.Size,
+    h: Tensor | None,
     state: Tensor,
     flags: Tensor | None,
     reverse: bool,
     sum_first: bool = False,
-    grad_h: tuple[int, ...] = NOTHING,
+    y: tuple[int, ...] = NOTHING,
     initial: Tensor | None = None,
     grads: tuple[int, ...] = NO_GRADS,
 ) -> None:
-    shape = h.shape
     described = [number for x in inputs for number in describe(x, shape)]
     described += NOTHING * (MAX_INPUTS - len(inputs))
+    # Contiguous, and counted in pairs where the two parts of complex numbers are a last dimension.
+    states = NOTHING if h is None else (h.data_ptr(), shape[1] * shape[2], shape[2], 1)
     fields = (
-        *shape, reverse, threads_for(h.numel()), sum_first, pointer(flags), *described, *describe(h), *grad_h,
+        *shape, reverse, threads_for(shape.numel()), sum_first, pointer(flags), *described, *states, *y,
         pointer(initial), state.data_ptr(), *grads,
     )  # fmt: skip
-    call("scan_cpu", "hfr_scan", h.dtype, _PROBLEM, fields, CELLS[cell], backwards)
+    dtype = inputs[0].dtype
+    if cell in CELLS:
+        call("scan_cpu", "hfr_scan", dtype, _PROBLEM, fields, CELLS[cell], backwards)
+    else:
+        call("cell_scan_cpu", "hfr_cell_scan", dtype, _PROBLEM, fields, backwards, cell=BY_NAME[cell].kernel)
 
 
 def forward(
     cell: str, inputs: list[Tensor], initial_state: Tensor | None, flags: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """h (B, L, D) and the final state (B, D). `inputs` broadcast to the last one's shape, all of one dtype."""
-    h, state = new_outputs(inputs[-1], initial_state)
-    if h.numel():
-        _run(cell, False, inputs, h, state, flags, reverse)
-    return h, state
+    h = torch.empty(inputs[-1].shape, dtype=inputs[-1].dtype)
+    return h, run_forward(cell, inputs, h, None, initial_state, None, flags, reverse)
+
+
+def run_forward(
+    cell: str,
+    inputs: list[Tensor],
+    h: Tensor | None,
+    y: Tensor | None,
+    initial_state: Tensor | None,
+    final: Tensor | None,
+    flags: Tensor | None,
+    reverse: bool,
+) -> Tensor:
+    """Writes h, or of a cell that reads its state y and, unless it is None, h, (B, L, D, 2) where the state is complex;
+    and the final state, which is returned."""
+    given = h if y is None else y
+    if final is None:
+        final = torch.empty(given.shape[0], given.shape[2], dtype=BY_NAME[cell].state_dtype(given.dtype))
+    if initial_state is None:
+        final.zero_()
+    elif final.data_ptr() != initial_state.data_ptr():
+        final.copy_(initial_state)
+    if given.numel():
+        _run(cell, False, inputs, given.shape, h, final, flags, reverse, y=describe_if(y))
+    return final
 
 
 def backward(
@@ -228,25 +269,27 @@ def backward(
     h: Tensor,
     initial_state: Tensor | None,
     flags: Tensor | None,
-    grad_h: Tensor,
+    grad_y: Tensor,
     grad_final: Tensor,
     reverse: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the inputs (each of its own shape) and of the initial state."""
+    """Gradients of the inputs (each of its own shape) and of the initial state, from the h that forward has written and
+    the gradient of what the cell gives, (B, L, D)."""
     state = grad_final.clone(memory_format=torch.contiguous_format)
-    grads, sum_first = new_grads(inputs, h)
-    if h.numel():
+    grads, sum_first = new_grads(inputs, grad_y)
+    if grad_y.numel():
         initial = None if initial_state is None else initial_state.contiguous()
         _run(
             cell,
             True,
             inputs,
+            grad_y.shape,
             h,
             state,
             flags,
             reverse,
             sum_first,
-            describe(grad_h),
+            describe(grad_y),
             initial,
             (*(grad.data_ptr() for grad in grads), *NO_GRADS)[:MAX_INPUTS],
         )

@@ -6,36 +6,36 @@ import torch
 from torch import Tensor
 
 from .buffers import new_grads, summed_to_inputs
-from .cuda_kernels import MAX_GRID_Y, TYPES, Module, aligned, describe, launch, pointer, segments_of
+from .cells import BY_NAME
+from .cuda_kernels import TYPES, Module, Scan, aligned, describe, pointer
 from .kernel_cache import BackendUnavailable
-from .reference import STATE_DTYPES
 
-CELLS = {
-    "linear": "LinearCell<State>",
-    "mingru_vanilla": "MinGRUCell<State, false>",
-    "mingru_positive": "MinGRUCell<State, true>",
-    "minlstm_vanilla": "MinLSTMCell<State, false>",
-    "minlstm_positive": "MinLSTMCell<State, true>",
-}
 # Channels to a thread where its accesses are wide, by the bytes of an element. csrc/scan_cuda.cu says why.
 WIDTHS = {2: 4, 4: 4, 8: 2, 16: 1}
-MAX_INPUTS = 3
+MAX_INPUTS = 5
 THREADS = 256
+WIDEST = 32  # bytes of the states that a thread reads or writes at once
 
 
 def module_for(cell: str, dtype: torch.dtype, width: int) -> Module:
     """The kernels of one cell and dtype; `width` is 1 or WIDTHS' own."""
     storage = TYPES[dtype]
-    name = CELLS[cell].replace("State", f"StateOf<{storage}>::type")
+    name = BY_NAME[cell].kernel.replace("State", f"StateOf<{storage}>::type")
     return Module("scan_cuda", (("HFR_CELL", name), ("HFR_TYPE", storage), ("HFR_WIDTH", str(width))))
 
 
 @functools.cache
 def unavailable_reason() -> str | None:
     """None where the kernels run, else one line that says why not. The first call runs them once, forward and backward,
-    and compares: a wrong driver or compiler must cost speed, never a wrong number."""
+    and compares: a wrong driver or compiler must cost speed, never a wrong number.
+
+    Raises:
+        RuntimeError: the first call is made while a CUDA graph is captured, in which nothing can be compared.
+    """
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
+    if torch.cuda.is_current_stream_capturing():  # and would be told for good that the kernels do not run
+        raise RuntimeError("the first scan on a GPU cannot be captured into a CUDA graph: call it once before")
     try:
         a, b = torch.linspace(0.1, 0.9, 12, device="cuda").view(1, 4, 3), torch.ones(1, 4, 3, device="cuda")
         h, final = forward("linear", [a, b], None, None, False)
@@ -52,10 +52,11 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def width_for(shape: torch.Size, tensors: list[Tensor]) -> int:
-    """WIDTHS' own where each tensor, as if expanded to `shape`, allows accesses of that many channels; else 1."""
+def width_for(shape: torch.Size, tensors: list[Tensor], rows: list[Tensor]) -> int:
+    """WIDTHS' own where each tensor, as if expanded to `shape`, and each of `rows`, contiguous, allow accesses of that
+    many channels; else 1."""
     width = WIDTHS[tensors[0].element_size()]
-    if shape[2] % width:
+    if shape[2] % width or any(x.data_ptr() % WIDEST for x in rows):
         return 1
     for x in tensors:
         *strides, channel_stride = x.expand(shape).stride()
@@ -65,35 +66,22 @@ def width_for(shape: torch.Size, tensors: list[Tensor]) -> int:
     return width
 
 
-class _Call:
-    """One scan: its module, its division of the work, and the arguments that its kernels share."""
-
-    def __init__(self, cell, inputs, tensors, flags, reverse):
-        self.shape, self.dtype, self.device = inputs[-1].shape, inputs[-1].dtype, inputs[-1].device
-        batch, length, channels = self.shape
-        width = width_for(self.shape, [*inputs, *tensors])
-        self.module = module_for(cell, self.dtype, width)
-        across = -(-channels // (width * (8 if width > 1 else 32)))
-        self.segments, size = segments_of(length, across * batch, self.device)
-        self.grid = across, min(batch * self.segments, MAX_GRID_Y)
-        self.reverse = reverse
-        state = {"dtype": STATE_DTYPES[self.dtype], "device": self.device}
-        # Held until the kernels are launched; their memory is then reused in the order of the stream.
-        self.summaries = torch.empty(2, self.segments - 1, batch, channels, **state)
-        self.cuts = torch.empty(self.segments - 1, batch, dtype=torch.uint8, device=self.device)
-        self.shared = [
-            *self.shape,
-            int(reverse),
-            pointer(flags),
-            self.segments,
-            size,
-            *(pointer(x) for x in (*self.summaries, self.cuts)),
-            *(part for x in inputs for part in describe(x, self.shape)),
-            *[0] * 4 * (MAX_INPUTS - len(inputs)),
-        ]
-
-    def run(self, entry: str, *arguments: int) -> None:
-        launch(self.module, entry, self.device, self.grid, THREADS, [*self.shared, *arguments])
+def _scan(
+    cell: str,
+    shape: torch.Size,
+    inputs: list[Tensor],
+    others: list[Tensor],
+    rows: list[Tensor | None],
+    flags: Tensor | None,
+    reverse: bool,
+) -> Scan:
+    """`others`, of any strides, and `rows`, contiguous: what else the kernels read or write at each position."""
+    dtype, channels = inputs[0].dtype, shape[2]
+    width = width_for(shape, [*inputs, *others], [x for x in rows if x is not None])
+    blocks = -(-channels // (width * (8 if width > 1 else 32)))
+    described = [part for x in inputs for part in describe(x, shape)] + [0] * 4 * (MAX_INPUTS - len(inputs))
+    module, state_dtype = module_for(cell, dtype, width), BY_NAME[cell].state_dtype(dtype)
+    return Scan(module, THREADS, blocks, shape, (channels,), state_dtype, inputs[0].device, flags, reverse, described)
 
 
 def forward(
@@ -106,31 +94,36 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """h (B, L, D) and the final state (B, D). `inputs` broadcast to the last one's shape, all of one dtype. `final`
     may be given to be written into, and may be the initial state."""
-    batch, _, channels = inputs[-1].shape
-    if final is None:
-        final = torch.empty(batch, channels, dtype=STATE_DTYPES[inputs[-1].dtype], device=inputs[-1].device)
-    initial = None if initial_state is None else aligned(initial_state.contiguous())
     h = torch.empty(inputs[-1].shape, dtype=inputs[-1].dtype, device=inputs[-1].device)
-    if h.numel():
-        _forward(cell, [aligned(x) for x in inputs], initial, final, flags, reverse, h)
-    elif initial is None:
-        final.zero_()
+    return h, run_forward(cell, inputs, h, None, initial_state, final, flags, reverse)
+
+
+def run_forward(
+    cell: str,
+    inputs: list[Tensor],
+    h: Tensor | None,
+    y: Tensor | None,
+    initial_state: Tensor | None,
+    final: Tensor | None,
+    flags: Tensor | None,
+    reverse: bool,
+) -> Tensor:
+    """Writes h, or of a cell that reads its state y and, unless it is None, h, (B, L, D, 2) where the state is complex;
+    and the final state, which is returned."""
+    given = h if y is None else y
+    batch, length, channels = given.shape
+    initial = None if initial_state is None else aligned(initial_state.contiguous())
+    if final is None:
+        final = torch.empty(batch, channels, dtype=BY_NAME[cell].state_dtype(given.dtype), device=given.device)
+    if not given.numel():
+        return final.zero_() if initial is None else final.copy_(initial)
+    scan = _scan(cell, given.shape, [aligned(x) for x in inputs], [], [h, y], flags, reverse)
+    if length == 1:  # no tiles, each thread a channel
+        scan.grid = -(-given.numel() // THREADS), 1
+        scan.run("scan_step", pointer(h), pointer(y), pointer(initial), pointer(final))
     else:
-        final.copy_(initial)
-    return h, final
-
-
-def _forward(cell, inputs, initial, final, flags, reverse, h) -> None:
-    call = _Call(cell, inputs, [h], flags, reverse)
-    if h.shape[1] == 1:  # a single position: no tiles, each thread a channel
-        call.grid = -(-h.numel() // THREADS), 1
-        call.run("scan_step", pointer(h), pointer(initial), pointer(final))
-        return
-    if call.segments > 1:
-        call.run("scan_forward_segments")
-        if initial is not None and initial.data_ptr() == final.data_ptr():
-            initial = initial.clone()  # which blocks that are still to come must read
-    call.run("scan_forward", pointer(h), pointer(initial), pointer(final))
+        scan.run_forward("scan_forward", initial, final, pointer(h), pointer(y))
+    return final
 
 
 def backward(
@@ -139,25 +132,26 @@ def backward(
     h: Tensor,
     initial_state: Tensor | None,
     flags: Tensor | None,
-    grad_h: Tensor,
+    grad_y: Tensor,
     grad_final: Tensor,
     reverse: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the inputs (each of its own shape) and of the initial state."""
-    grads, sum_first = new_grads(inputs, h)
-    if not h.numel():
+    """Gradients of the inputs (each of its own shape) and of the initial state, from the h that forward has written and
+    the gradient of what the cell gives, (B, L, D)."""
+    grads, sum_first = new_grads(inputs, grad_y)
+    if not grad_y.numel():
         return summed_to_inputs(grads, inputs), grad_final.clone(memory_format=torch.contiguous_format)
-    inputs, grad_h = [aligned(x) for x in inputs], aligned(grad_h)
+    inputs, grad_y = [aligned(x) for x in inputs], aligned(grad_y)
     initial, grad_final = (None if x is None else aligned(x.contiguous()) for x in (initial_state, grad_final))
-    call = _Call(cell, inputs, [h, grad_h], flags, reverse)
-    if call.segments > 1:
-        call.run("scan_backward_segments", *describe(grad_h))
+    scan = _scan(cell, grad_y.shape, inputs, [grad_y], [h], flags, reverse)
+    if scan.segments > 1:
+        scan.run("scan_backward_segments", *describe(grad_y))
     if sum_first:
-        grads[0] = grads[0].new_empty(h.shape[0], call.segments, h.shape[2])
+        grads[0] = grads[0].new_empty(grad_y.shape[0], scan.segments, grad_y.shape[2])
     grad_initial = torch.empty_like(grad_final)
-    call.run(
+    scan.run(
         "scan_backward",
-        *describe(grad_h),
+        *describe(grad_y),
         pointer(h),
         pointer(initial),
         pointer(grad_final),

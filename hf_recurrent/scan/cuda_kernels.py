@@ -1,5 +1,6 @@
 """CUDA kernels: csrc/*.cu compiled by NVRTC at first use (no nvcc, no toolkit), cached, launched through cuda-core."""
 
+import contextlib
 import functools
 import io
 import time
@@ -110,7 +111,25 @@ def _load(module: Module, device_index: int):
 
 @functools.cache
 def _kernel(module: Module, entry: str, device_index: int):
-    return _load(module, device_index).get_kernel(entry)
+    with _loading_allowed():
+        return _load(module, device_index).get_kernel(entry)
+
+
+@contextlib.contextmanager
+def _loading_allowed():
+    """A CUDA graph that is being captured refuses whatever may allocate memory on this thread, loading a kernel among
+    it, unless it is told that this is not part of the graph; PyTorch's allocator does the same."""
+    if not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
 
 
 # ---- calling --------------------------------------------------------------------------------------------------------
@@ -162,3 +181,52 @@ def pointer(x: Tensor | None) -> int:
 def describe(x: Tensor, shape: torch.Size | None = None) -> list[int]:
     """A tensor's address and strides in elements, as if expanded to `shape`."""
     return [x.data_ptr(), *(x.stride() if shape is None else x.expand(shape).stride())]
+
+
+class Scan:
+    """
+    One scan on a GPU: its division of the work, and the arguments that all of its kernels begin with.
+
+    Args:
+        threads: of a block.
+        blocks: side by side, for all channels of a row of the batch.
+        shape: batch, length, channels.
+        state, state_dtype: the shape of one row's state, and what it is carried in.
+        inputs: as `describe` gives them, one after the other.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        threads: int,
+        blocks: int,
+        shape: Sequence[int],
+        state: Sequence[int],
+        state_dtype: torch.dtype,
+        device: torch.device,
+        flags: Tensor | None,
+        reverse: bool,
+        inputs: Sequence[int],
+    ):
+        batch, length, _ = shape
+        self.module, self.threads, self.device = module, threads, device
+        self.segments, size = segments_of(length, blocks * batch, device)
+        self.grid = blocks, min(batch * self.segments, MAX_GRID_Y)
+        # What each segment makes of a state or, in backward, of its gradient. Held until the kernels are launched; the
+        # memory is then reused in the order of the stream.
+        rows = self.segments if self.segments > 1 else 0
+        self.summaries = torch.empty(2, rows, batch, *state, dtype=state_dtype, device=device)
+        self.cuts = torch.empty(rows, batch, dtype=torch.uint8, device=device)
+        summaries = (pointer(x) for x in (*self.summaries, self.cuts))
+        self.shared = [*shape, int(reverse), pointer(flags), self.segments, size, *summaries, *inputs]
+
+    def run(self, entry: str, *arguments: int) -> None:
+        launch(self.module, entry, self.device, self.grid, self.threads, [*self.shared, *arguments])
+
+    def run_forward(self, entry: str, initial: Tensor | None, final: Tensor | None, *arguments: int) -> None:
+        """`entry`, which takes `arguments`, the initial and the final state; before it, its summaries of segments."""
+        if self.segments > 1:
+            self.run(f"{entry}_segments")
+            if initial is not None and final is not None and initial.data_ptr() == final.data_ptr():
+                initial = initial.clone()  # which blocks that are still to come must read
+        self.run(entry, *arguments, pointer(initial), pointer(final))

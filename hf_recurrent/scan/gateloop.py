@@ -1,8 +1,8 @@
 """GateLoop's layer between its projections, with heads of one channel and polar transitions: what the paper defines
 (arXiv 2311.01927, section 3.2).
 
-For a few positions on the CPU one kernel (csrc/gateloop_cpu.cpp) takes the place of a dozen operations, where nothing
-differentiates or traces them; many positions are long enough for PyTorch.
+For a few positions on the CPU one kernel (csrc/gateloop_cpu.cpp) takes the place of `gateloop_scan` and the gate, where
+nothing differentiates or traces them.
 """
 
 from collections.abc import Callable
@@ -12,18 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cpu
-from .ops import check_mask, linear_scan, step_flags
+from .ops import check_mask, step_flags
+from .reading import gateloop_scan
 from .reference import COMPLEX_STATE_DTYPES
 from .unobserved import unobserved
 
-MAGNITUDE_ACTIVATIONS = {
-    "sigmoid": torch.sigmoid,
-    "exponential": lambda x: torch.exp(-torch.exp(x)),  # as in the LRU (arXiv 2303.06349)
-}
-PHASE_ACTIVATIONS = {
-    "identity": lambda x: x,
-    "tanh": lambda x: torch.pi * torch.tanh(x),
-}
 FEW = 8  # positions of all rows
 
 # batch, length, channels, exponential, tanh, flags; qkv, transition, gate; state, out
@@ -43,13 +36,12 @@ def _channel_loop(
     reset: Tensor | None = None,
     reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`channel_loop` by `scan`, which is `linear_scan`."""
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    q, k, v = qkv.to(wide).chunk(3, dim=-1)
-    size, angle = transition.to(wide).chunk(2, dim=-1)
-    a = torch.polar(MAGNITUDE_ACTIVATIONS[magnitude](size), PHASE_ACTIVATIONS[phase](angle))
-    h, state = scan(a, k * v, initial_state, mask=mask, reset=reset, reset_state=reset_state)
-    y = (q * h.real).to(qkv.dtype)
+    """`channel_loop` by `scan`, which is `gateloop_scan`."""
+    y, state = scan(
+        *qkv.chunk(3, dim=-1), *transition.chunk(2, dim=-1), initial_state,
+        magnitude=magnitude, phase=phase, mask=mask, reset=reset, reset_state=reset_state,
+    )  # fmt: skip
+    y = y.to(qkv.dtype)
     return (y if gate is None else F.silu(gate) * y), state
 
 
@@ -72,7 +64,7 @@ def channel_loop(
         qkv: q, k and v side by side, (B, L, 3 D).
         transition: alpha and beta side by side, (B, L, 2 D).
         gate: (B, L, D), or None for y = q Re(h).
-        magnitude, phase: f and g, keys of MAGNITUDE_ACTIVATIONS and PHASE_ACTIVATIONS.
+        magnitude, phase: f and g, as for `gateloop_scan`.
         initial_state: h_{-1}, (B, D) complex; zero when None.
         mask, reset: (B, L) bool, as for `linear_scan`.
         reset_state: what a document starts from, (D,) complex; zero when None.
@@ -98,7 +90,7 @@ def channel_loop(
         kernel = cpu.kernel("gateloop_cpu", "hfr_gateloop", dtype, _PROBLEM)
     if kernel is None:
         return _channel_loop(
-            linear_scan, qkv, transition, gate, magnitude, phase, initial_state,
+            gateloop_scan, qkv, transition, gate, magnitude, phase, initial_state,
             mask=mask, reset=reset, reset_state=reset_state,
         )  # fmt: skip
     check_mask("mask", mask, qkv)

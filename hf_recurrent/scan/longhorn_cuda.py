@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .cuda_kernels import MAX_GRID_Y, TYPES, Module, aligned, describe, launch, pointer, segments_of
+from .cuda_kernels import TYPES, Module, Scan, aligned, describe, pointer
 from .reference import STATE_DTYPES
 
 THREADS = 128
@@ -25,40 +25,12 @@ def steps(states: int) -> int:
     return 8 if states <= 4 * lanes(states) else 4
 
 
-class _Call:
-    """One scan: its module, its division of the work, and the arguments that its kernels share."""
-
-    def __init__(self, x, dt, k, q, flags, reverse):
-        batch, length, channels = x.shape
-        self.states = k.shape[2]
-        self.device, self.module = x.device, module_for(x.dtype, self.states)
-        self.blocks = -(-channels * lanes(self.states) // THREADS)
-        self.segments, size = segments_of(length, self.blocks * batch, x.device)
-        self.grid = self.blocks, min(batch * self.segments, MAX_GRID_Y)
-        # What each segment makes of a state or, in backward, of its gradient.
-        count = self.segments if self.segments > 1 else 0
-        state = {"dtype": STATE_DTYPES[x.dtype], "device": x.device}
-        self.summaries = torch.empty(2, count, batch, channels, self.states, **state)
-        self.cuts = torch.empty(count, batch, dtype=torch.uint8, device=x.device)
-        self.shared = [
-            *x.shape,
-            int(reverse),
-            pointer(flags),
-            self.segments,
-            size,
-            *(pointer(t) for t in (*self.summaries, self.cuts)),
-            *(part for t in (x, dt, k, q) for part in describe(t)),
-        ]
-
-    def run(self, entry: str, *arguments: int) -> None:
-        launch(self.module, entry, self.device, self.grid, THREADS, [*self.shared, *arguments])
-
-    def forward(self, o: Tensor | None, initial: Tensor | None, final: Tensor | None, checkpoints: Tensor | None):
-        if self.segments > 1:
-            self.run("longhorn_forward_segments")
-            if initial is not None and final is not None and initial.data_ptr() == final.data_ptr():
-                initial = initial.clone()  # which blocks that are still to come must read
-        self.run("longhorn_forward", *(pointer(t) for t in (o, initial, final, checkpoints)))
+def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, flags: Tensor | None, reverse: bool) -> Scan:
+    channels, states = x.shape[2], k.shape[2]
+    blocks = -(-channels * lanes(states) // THREADS)
+    inputs = [part for tensor in (x, dt, k, q) for part in describe(tensor)]
+    module, state_dtype = module_for(x.dtype, states), STATE_DTYPES[x.dtype]
+    return Scan(module, THREADS, blocks, x.shape, (channels, states), state_dtype, x.device, flags, reverse, inputs)
 
 
 def forward(
@@ -79,7 +51,8 @@ def forward(
     if not (o.numel() and final.numel()):
         return o.zero_(), final.zero_() if initial_state is None else final.copy_(initial_state)
     initial = None if initial_state is None else aligned(initial_state.contiguous())
-    _Call(*(aligned(t) for t in (x, dt, k, q)), flags, reverse).forward(o, initial, final, None)
+    scan = _scan(*(aligned(t) for t in (x, dt, k, q)), flags, reverse)
+    scan.run_forward("longhorn_forward", initial, final, pointer(o), pointer(None))
     return o, final
 
 
@@ -93,16 +66,16 @@ def backward(
         return grad_x.zero_(), grad_dt.zero_(), *zeros, grad_final.clone(memory_format=torch.contiguous_format)
     initial, grad_final = (None if t is None else aligned(t.contiguous()) for t in (initial_state, grad_final))
     x, dt, k, q, grad_o = (aligned(t) for t in (x, dt, k, q, grad_o))
-    call = _Call(x, dt, k, q, flags, reverse)
-    batch, length, channels = x.shape
-    checkpoints = grad_final.new_empty(batch, -(-length // steps(call.states)), channels, call.states)
-    call.forward(None, initial, None, checkpoints)
+    scan = _scan(x, dt, k, q, flags, reverse)
+    (batch, length, channels), states = x.shape, k.shape[2]
+    checkpoints = grad_final.new_empty(batch, -(-length // steps(states)), channels, states)
+    scan.run_forward("longhorn_forward", initial, None, pointer(None), pointer(checkpoints))
     # Each block sums over its own channels; the blocks are summed below, in the same order at every run.
-    grad_k, grad_q = grad_final.new_empty(2, batch, call.blocks, length, call.states)
+    grad_k, grad_q = grad_final.new_empty(2, batch, scan.grid[0], length, states)
     grad_initial = torch.empty_like(grad_final)
-    if call.segments > 1:
-        call.run("longhorn_backward_segments", *describe(grad_o))
-    call.run(
+    if scan.segments > 1:
+        scan.run("longhorn_backward_segments", *describe(grad_o))
+    scan.run(
         "longhorn_backward",
         *describe(grad_o),
         *(pointer(t) for t in (checkpoints, grad_final, grad_initial, grad_x, grad_dt, grad_k, grad_q)),

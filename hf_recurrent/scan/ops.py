@@ -6,62 +6,25 @@ autograd, so torch.compile keeps each call as one node. They take the name of a 
 
 import functools
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import chunked, cpu, cuda, split
+from .cells import (
+    LINEAR,
+    MINGRU_POSITIVE,
+    MINGRU_VANILLA,
+    MINLSTM_POSITIVE,
+    MINLSTM_VANILLA,
+    Cell,
+)
 from .kernel_cache import BackendUnavailable
 from .reference import STATE_DTYPES, linear_scan_loop
 from .unobserved import unobserved
 
 BACKENDS = ("reference", "chunked", "cpu", "cuda")
 COMPILED = {"cpu": cpu, "cuda": cuda}  # each by the type of the devices that it serves
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A recurrence and what is fused with it: `coefficients(*inputs) -> (a, b)` in plain PyTorch defines it, on every
-    device; csrc/cells.h holds its twin of the same name, which is tested against it."""
-
-    name: str
-    coefficients: Callable[..., tuple[Tensor, Tensor]]
-
-
-def _linear(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return a, b
-
-
-def _in_state_dtype(*inputs: Tensor) -> list[Tensor]:
-    """As in the kernels, which compute with what the state is carried in."""
-    dtype = STATE_DTYPES[functools.reduce(torch.promote_types, (x.dtype for x in inputs))]
-    return [x.to(dtype) for x in inputs]
-
-
-def _candidate(hidden: Tensor, positive: bool) -> Tensor:
-    return torch.where(hidden >= 0, hidden + 0.5, torch.sigmoid(hidden)) if positive else hidden
-
-
-def _mingru(hidden: Tensor, gate: Tensor, positive: bool) -> tuple[Tensor, Tensor]:
-    hidden, gate = _in_state_dtype(hidden, gate)
-    # sigma(-gate) is 1 - z without the cancellation.
-    return torch.sigmoid(-gate), torch.sigmoid(gate) * _candidate(hidden, positive)
-
-
-def _minlstm(hidden: Tensor, forget: Tensor, input: Tensor, positive: bool) -> tuple[Tensor, Tensor]:
-    hidden, forget, input = _in_state_dtype(hidden, forget, input)
-    # f / (f + i) as a logistic function of log f - log i, so that two shut gates keep their proportion.
-    difference = torch.nn.functional.logsigmoid(forget) - torch.nn.functional.logsigmoid(input)
-    return torch.sigmoid(difference), torch.sigmoid(-difference) * _candidate(hidden, positive)
-
-
-LINEAR = Cell("linear", _linear)
-MINGRU_VANILLA = Cell("mingru_vanilla", functools.partial(_mingru, positive=False))
-MINGRU_POSITIVE = Cell("mingru_positive", functools.partial(_mingru, positive=True))
-MINLSTM_VANILLA = Cell("minlstm_vanilla", functools.partial(_minlstm, positive=False))
-MINLSTM_POSITIVE = Cell("minlstm_positive", functools.partial(_minlstm, positive=True))
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -294,6 +257,8 @@ def check_updatable(state: Tensor | None, dtype: torch.dtype, inputs: list[Tenso
         raise ValueError("update_state overwrites what gradients would need: call it under torch.no_grad()")
     if torch.compiler.is_compiling():
         return
+    if state.data_ptr() % state.element_size():
+        raise ValueError("initial_state starts at no multiple of its elements' size, and cannot be updated in place")
     if state.is_conj() or state.is_neg():
         raise ValueError("initial_state is a conjugated or negated view, and cannot be updated in place")
     start, end = state.data_ptr(), state.data_ptr() + state.nbytes

@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from . import chunked
+from .cells import _gateloop, _mingru, _minlstm, _read_gateloop
 from .convolution import _short_convolution, state_after
 from .elementwise import _gate, _skip_gelu
-from .gateloop import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS, _channel_loop
+from .gateloop import _channel_loop
 from .longhorn import _gated_scan, _plain_forward, _with_starts
 from .norm import _rms_norm
-from .ops import _mingru, _minlstm, started, step_flags
+from .ops import started, step_flags
 from .reference import COMPLEX_STATE_DTYPES, STATE_DTYPES
 from .s5 import _drive, _read, discretize, product
 
 __all__ = [
     "COMPLEX_STATE_DTYPES",
-    "MAGNITUDE_ACTIVATIONS",
-    "PHASE_ACTIVATIONS",
     "carried_inputs",
     "channel_loop",
     "discretize",
@@ -31,7 +30,7 @@ __all__ = [
     "drive",
     "gate",
     "gated_scan",
-    "state_after",
+    "gateloop_scan",
     "linear_scan",
     "longhorn_scan",
     "mingru_scan",
@@ -41,6 +40,7 @@ __all__ = [
     "rms_norm",
     "short_convolution",
     "skip_gelu",
+    "state_after",
 ]
 
 
@@ -121,6 +121,33 @@ def minlstm_scan(
     return _chunked_scan(dtype, a, b, initial_state, mask, reset, reset_state)
 
 
+def gateloop_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    transition: str = "polar",
+    magnitude: str = "sigmoid",
+    phase: str = "identity",
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    reset_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = a_t h_{t-1} + k_t v_t and y_t = q_t Re h_t (arXiv 2311.01927, section 3.2, d_h = 1) with
+    a = f(alpha) exp(i g(beta)), without beta f(alpha), or for a "cartesian" transition f(|c|) c / |c| with
+    c = alpha + i beta; q, k, v: (B, L, D), alpha and beta of any shape that broadcasts to it, the rest as for
+    `linear_scan`. Returns y, (B, L, D), and the final state."""
+    given = (alpha,) if beta is None else (alpha, beta)
+    kind = "real" if beta is None else transition
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (q, k, v, *given)))
+    a, b = _gateloop(kind, magnitude, phase, q, k, v, *given)
+    h, state = _chunked_scan(b.dtype, a, b, initial_state, mask, reset, reset_state)
+    return _read_gateloop(q, h).to(dtype), state
+
+
 def longhorn_scan(
     x: Tensor,
     dt: Tensor,
@@ -153,7 +180,7 @@ def longhorn_scan(
 
 
 # By the definitions that their kernels have.
-channel_loop = functools.partial(_channel_loop, linear_scan)
+channel_loop = functools.partial(_channel_loop, gateloop_scan)
 drive = _drive
 gated_scan = functools.partial(_gated_scan, longhorn_scan)
 read = _read

@@ -44,7 +44,7 @@ def _minlstm(mixer: MinLSTMMixer, seen: Seen) -> Iterator[Tensor]:
 
 
 def _gateloop(mixer: GateLoopMixer, seen: Seen) -> Iterator[Tensor]:
-    yield mixer.transitions(seen["in_proj"][0], torch.float32).abs().flatten(2)
+    yield mixer.transitions(mixer.transition_inputs(seen["in_proj"][0]), torch.float32).abs().flatten(2)
 
 
 def _longhorn(mixer: LonghornMixer, seen: Seen) -> Iterator[Tensor]:

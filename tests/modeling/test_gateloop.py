@@ -116,7 +116,7 @@ def test_the_surrogate_attention_by_its_formula(num_heads):
     x = torch.randn(1, 6, 12, dtype=torch.double)
     *_, attentions = mixer(x, {}, None, None, output_attentions=True)
     q, k, _ = mixer.in_proj(x)[0].unflatten(-1, (3, mixer.num_heads, -1)).unbind(1)
-    a = mixer.transitions(x, torch.double)[0]
+    a = mixer.transitions(mixer.transition_proj(x), torch.double)[0]
     for t in range(6):
         for j in range(t + 1):
             expected = (q[t] * a[j + 1 : t + 1].prod(0) * k[j]).real.sum(-1)

@@ -4,7 +4,7 @@ import ctypes
 import subprocess
 from pathlib import Path
 
-from hf_recurrent.scan import cpu, cuda, cuda_kernels, kernel_cache, longhorn, longhorn_cuda
+from hf_recurrent.scan import cpu, cuda, cuda_kernels, kernel_cache, longhorn
 
 SHIM = Path(__file__).parent
 FLAGS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{SHIM}"]
@@ -60,9 +60,8 @@ class Host:
 
     def install(self, patch) -> None:
         """Lets the CUDA backend serve CPU tensors: all runs but the launch itself. `patch(object, name, value)`."""
-        for module in (cuda, longhorn_cuda):
-            patch(module, "launch", self.launch)
+        patch(cuda_kernels, "launch", self.launch)
         patch(cuda_kernels, "multiprocessors", lambda device: self.multiprocessors)
-        patch(cpu, "forward", cuda.forward)
-        patch(cpu, "backward", cuda.backward)
+        for name in ("forward", "run_forward", "backward"):
+            patch(cpu, name, getattr(cuda, name))
         patch(longhorn, "choose_backend", lambda backend, device: "cuda")

@@ -2,7 +2,8 @@
 
 import torch
 
-from hf_recurrent.scan import linear_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan import gateloop_scan, linear_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan.cells import GATELOOP
 
 # Largest error of an element, as a fraction of the largest element of the tensor, against the float64 loop on the same
 # inputs. For 16-bit types this is one rounding of the result (2^-9, 2^-12) and, in gradients, that of the saved
@@ -55,7 +56,10 @@ def run(scan, inputs, initial_state, weights, **options):
     leaves = [x.detach().clone().requires_grad_() if x.is_contiguous() else x.detach().requires_grad_() for x in inputs]
     state = None if initial_state is None else initial_state.detach().clone().requires_grad_()
     h, final = scan(*leaves, state, **options)
-    loss = (h.to(wide(h.dtype)) * weights[0]).sum() + (final.to(wide(h.dtype)) * weights[1]).sum()
+    weight = weights[1]
+    if final.is_complex() and not weight.is_complex():  # of a cell whose inputs are real
+        weight = torch.complex(weight, weight.flip(-1))
+    loss = (h.to(wide(h.dtype)) * weights[0]).sum() + (final.to(wide(final.dtype)) * weight).sum()
     wanted = leaves if state is None else [*leaves, state]
     grads = torch.autograd.grad(loss.real if loss.is_complex() else loss, wanted)
     return h, final, *grads
@@ -76,7 +80,7 @@ def compare(scan, inputs, initial_state, *, backend, device="cpu", **options):
     at = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     moved = [None if x is None else x.to(device) for x in (*inputs, initial_state, *weights)]
     got = run(scan, moved[: len(inputs)], moved[-3], moved[-2:], backend=backend, **at)
-    oracle_state = None if initial_state is None else initial_state.to(wide(dtype))
+    oracle_state = None if initial_state is None else initial_state.to(wide(initial_state.dtype))
     oracle_inputs = [x.to(wide(dtype)).expand(shape).contiguous() for x in inputs]
     want = list(run(scan, oracle_inputs, oracle_state, weights, backend="reference", **options))
     scales = [y.abs().max().item() for y in want]
@@ -122,3 +126,18 @@ CELLS = {
     "minlstm_vanilla": (minlstm_vanilla, 3),
     "minlstm_positive": (minlstm_positive, 3),
 }
+
+
+def _gateloop(transition: str, magnitude: str, phase: str):
+    """(a scan of q, k, v, alpha, beta or without it, and an initial state; the number of its inputs)."""
+    kind = {"transition": "polar" if transition == "real" else transition, "magnitude": magnitude, "phase": phase}
+    count = 4 if transition == "real" else 5
+
+    def scan(*inputs_and_state, **options):
+        inputs, state = inputs_and_state[:count], inputs_and_state[count:]
+        return gateloop_scan(*inputs, *([None] * (5 - count)), *state, **kind, **options)
+
+    return scan, count
+
+
+GATELOOP_CELLS = {cell.name: _gateloop(*kind) for kind, cell in GATELOOP.items()}

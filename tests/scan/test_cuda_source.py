@@ -11,22 +11,22 @@ import torch
 from cuda_host import Host
 from oracle import CELLS, coefficients, compare, linear, mask_and_reset, mingru_positive, random, run
 
-from hf_recurrent.scan import BackendUnavailable, backend_report, cpu, cuda, cuda_kernels, linear_scan
+from hf_recurrent.scan import BackendUnavailable, backend_report, cells, cpu, cuda, cuda_kernels, linear_scan
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 PAIRS = [
     (cell, dtype)
-    for cell in cuda.CELLS
+    for cell in cpu.CELLS
     for dtype in (torch.float32, torch.bfloat16, torch.complex64)
     if cell == "linear" or not dtype.is_complex
 ]
 WIDE = [pair for pair in PAIRS if "vanilla" not in pair[0]]
-REST = [(cell, torch.float32) for cell in cuda.CELLS if "vanilla" in cell]
+REST = [(cell, torch.float32) for cell in cpu.CELLS if "vanilla" in cell]
 DOUBLES = [(cell, torch.float64) for cell in ("linear", "minlstm_positive")]
 
 
 def test_every_cell_has_a_kernel_on_both_devices():
-    assert cpu.CELLS.keys() == cuda.CELLS.keys()
+    assert cpu.CELLS.keys() == {cell.name for cell in cells.STATE_CELLS}
     assert cpu.STORAGES.keys() == cuda_kernels.TYPES.keys()
 
 
@@ -256,7 +256,49 @@ def test_a_first_run_that_fails_is_said(host, monkeypatch, error, reason):
     real = {name: getattr(torch, name) for name in ("linspace", "ones")}
     for name, make in real.items():
         monkeypatch.setattr(torch, name, lambda *a, make=make, device=None, **k: make(*a, **k))
-    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(cuda_kernels, "launch", launch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     said = cuda.unavailable_reason.__wrapped__()
     assert reason in said and "\n" not in said
+
+
+# ---- CUDA graphs -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_scan_is_not_captured(monkeypatch):
+    """It compares numbers, which a capture cannot, and would take the failure for one of the kernels, for good."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="first scan on a GPU cannot be captured into a CUDA graph"):
+        cuda.unavailable_reason.__wrapped__()
+
+
+def test_a_kernel_is_loaded_during_a_capture(monkeypatch):
+    """One that has not run before: the capture is told that what loading allocates is no part of the graph."""
+    driver = pytest.importorskip("cuda.bindings.driver", reason="needs the packages of the extra 'cuda'")
+    modes, before = [], driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+
+    def exchange(mode):
+        modes.append(mode)
+        return driver.CUresult.CUDA_SUCCESS, before
+
+    class Loaded:
+        def get_kernel(self, entry):
+            assert modes == [driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED]
+            return entry
+
+    monkeypatch.setattr(driver, "cuThreadExchangeStreamCaptureMode", exchange)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "_load", lambda module, device_index: Loaded())
+    assert cuda_kernels._kernel.__wrapped__(MODULE, "scan_forward", 0) == "scan_forward"
+    assert modes[1:] == [before]
+
+
+def test_many_rows_of_blocks(monkeypatch):
+    """More rows than a grid has: its blocks walk on."""
+    monkeypatch.setattr(cuda_kernels, "multiprocessors", lambda device: 132)
+    scan = cuda_kernels.Scan(
+        MODULE, 256, 1, (200_000, 7, 8), (8,), torch.float32, torch.device("meta"), None, False, []
+    )
+    assert scan.grid == (1, 65535) and scan.segments == 1

@@ -7,10 +7,13 @@ import os
 
 import oracle
 import pytest
+import test_gateloop_scan
 import test_longhorn_scan
 import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+
+from hf_recurrent.scan.cells import BY_NAME
 
 EXAMPLES = int(os.environ.get("HF_RECURRENT_FUZZ", "40"))
 fuzz = settings(
@@ -87,6 +90,28 @@ def test_scans(problem, cell, dtype, backend, constant):
     if with_state:
         kind = dtype if dtype.is_complex else torch.promote_types(dtype, torch.float32)
         state = oracle.random(shape[0], shape[2], dtype=kind)
+    oracle.compare(scan, inputs, state, backend=backend, **options)
+
+
+@fuzz
+@given(
+    problems(),
+    st.sampled_from(
+        [(cell, torch.float32) for cell in oracle.GATELOOP_CELLS] + [(test_gateloop_scan.POLAR, torch.bfloat16)]
+    ),
+    st.sampled_from(["chunked", "cpu"]),
+)
+def test_gateloop(problem, kind, backend):
+    """Kernels that test_gateloop_scan.py has compiled."""
+    cell, dtype = kind
+    shape, layouts, options, threads, with_state = problem
+    torch.set_num_threads(threads)
+    scan, count = oracle.GATELOOP_CELLS[cell]
+    inputs = [oracle.random(*shape, dtype=dtype) for _ in range(count)]
+    inputs = [laid_out(x, layout) for x, layout in zip(inputs, (layouts * 2)[:count], strict=True)]
+    state = None
+    if with_state:
+        state = oracle.random(shape[0], shape[2], dtype=BY_NAME[cell].state_dtype(dtype))
     oracle.compare(scan, inputs, state, backend=backend, **options)
 
 

@@ -12,6 +12,7 @@ INPUTS = {
     "linear_scan": {"a": 5, "b": 5},
     "mingru_scan": {"hidden": 5, "gate": 5},
     "minlstm_scan": {"hidden": 5, "forget": 5, "input": 5},
+    "gateloop_scan": {"q": 5, "k": 5, "v": 5, "alpha": 5, "beta": 5},
     "longhorn_scan": {"x": 5, "dt": 5, "k": 3, "q": 3},
 }
 OURS = {"backend", "update_state", "reverse"}  # what no exported model passes to all of them
@@ -23,12 +24,15 @@ OURS = {"backend", "update_state", "reverse"}  # what no exported model passes t
 def test_the_same_to_the_bit(name, dtype, started):
     torch.manual_seed(0)
     inputs = {key: torch.randn(2, 19, width, dtype=dtype) for key, width in INPUTS[name].items()}
+    state_dtype = dtype
+    if name == "gateloop_scan":
+        state_dtype = torch.promote_types(dtype, torch.float32).to_complex()
     shape = (5, 3) if name == "longhorn_scan" else (5,)
     options = {
-        "initial_state": torch.randn(2, *shape, dtype=dtype),
+        "initial_state": torch.randn(2, *shape, dtype=state_dtype),
         "mask": torch.rand(2, 19) > 0.3,
         "reset": torch.rand(2, 19) > 0.7,
-        "reset_state": torch.randn(shape, dtype=dtype) if started else None,
+        "reset_state": torch.randn(shape, dtype=state_dtype) if started else None,
     }
     ours = getattr(scan, name)(**inputs, **options, backend="chunked")
     for mine, theirs in zip(ours, getattr(plain, name)(**inputs, **options), strict=True):

@@ -1,11 +1,12 @@
 """`update_state`: the final state takes the place of the initial one, at its address."""
 
+import numpy as np
 import pytest
 import torch
 from cuda_host import Host
 from oracle import coefficients, random
 
-from hf_recurrent.scan import linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan import gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
 
 
 def calls(batch: int, length: int) -> dict:
@@ -17,6 +18,10 @@ def calls(batch: int, length: int) -> dict:
         "complex": (lambda *s, **o: linear_scan(a, a, *s, **o), random(batch, 6, dtype=torch.complex64)),
         "mingru": (lambda *s, **o: mingru_scan(x, y, *s, positive=True, **o), random(batch, 6, dtype=torch.float32)),
         "minlstm": (lambda *s, **o: minlstm_scan(x, y, z, *s, **o), random(batch, 6, dtype=torch.float32)),
+        "gateloop": (
+            lambda *s, **o: gateloop_scan(x, y, z, y, x, *s, **o),
+            random(batch, 6, dtype=torch.complex64),
+        ),
         "longhorn": (lambda *s, **o: longhorn_scan(x, y, k, k, *s, **o), random(batch, 6, 3, dtype=torch.float32)),
     }
 
@@ -29,7 +34,8 @@ def backend(request, monkeypatch, tmp_path_factory):
     host = Host(tmp_path_factory.mktemp("shim"), flags=["-O0"])
     host.multiprocessors = 4
     host.install(monkeypatch.setattr)
-    monkeypatch.setattr("hf_recurrent.scan.ops.choose_backend", lambda backend, device: "cuda")
+    for module in ("ops", "reading"):
+        monkeypatch.setattr(f"hf_recurrent.scan.{module}.choose_backend", lambda backend, device: "cuda")
     return "cuda"
 
 
@@ -65,6 +71,9 @@ def test_what_cannot_be_updated():
             scan(x, x, state.double(), update_state=True)
         with pytest.raises(ValueError, match="must be contiguous"):
             scan(x, x, torch.rand(6, 2).T, update_state=True)
+        odd = np.ndarray((2, 6), dtype=np.float32, buffer=bytearray(49), offset=1)
+        with pytest.raises(ValueError, match="starts at no multiple of its elements' size"):
+            scan(x, x, torch.from_numpy(odd), update_state=True)
         with pytest.raises(ValueError, match="under torch.no_grad"):
             scan(x.clone().requires_grad_(), x, state, update_state=True)
         with pytest.raises(ValueError, match="shares memory with an input"):

@@ -3,16 +3,35 @@
 //   forward(x, h_prev) -> h          = a h_prev + b;
 //   backward(x, h_prev, g, dx) -> c  g: the whole gradient of h_t (its own and what came from t + 1);
 //                                    dx: the gradients of x; c: the gradient of h_{t-1}.
-// All are scalar functions of one channel; the loops of scan_cpu.cpp and scan_cuda.cu run them over time and channels.
+// and, where not the state itself is given but a number read from it,
+//   read(x, h) -> y                  also at padding, where h is the state that passes;
+//   read_back(x, h, dy, dx) -> g     g: what comes to the gradient of h; dx: the gradient of what y alone reads.
+// All are scalar functions of one channel; the loops of scan_cpu.h and scan_cuda.cu run them over time and channels.
 #pragma once
 #include "recurrence.h"
 
 namespace hfr {
 
+// Of a cell that gives its state: y = h.
+template <class T>
+struct GivesState {
+  using State = T;
+  static constexpr bool reads = false;
+
+  template <int n>
+  HFR_INLINE static T read(const T (&)[n], T h) { return h; }
+  template <int n>
+  HFR_INLINE static T read_back(const T (&)[n], T, T dy, T (&)[n]) { return dy; }
+};
+
+// What h is kept as for backward, where the tensors hold T: as narrow as they are, with two numbers for a complex state.
+template <class T, class State> struct SavedAs { using type = T; };
+template <class T, class U> struct SavedAs<T, Complex<U>> { using type = Complex<T>; };
+template <class T, class U> struct SavedAs<Complex<T>, Complex<U>> { using type = Complex<T>; };
+
 // h = a h' + b.  dL/db = g;  dL/da = g conj(h');  dL/dh' = g conj(a)  (PyTorch's convention for complex gradients).
 template <class T>
-struct LinearCell {
-  using State = T;
+struct LinearCell : GivesState<T> {
   static constexpr int inputs = 2;  // a, b
   static constexpr int backward_inputs = 1;  // the first so many are all that backward reads
   static constexpr bool first_may_be_constant = true;  // over time: its gradient is then summed inside the kernel
@@ -45,8 +64,7 @@ HFR_INLINE void candidate(T x, T& value, T& slope) {
 // minGRU (arXiv 2410.01201): z = sigma(gate), h = (1 - z) h' + z c.  With a = 1 - z = sigma(-gate):
 //   dL/dh' = g a;   dL/dgate = g (c - h') z a;   dL/dhidden = g z c'(hidden).
 template <class T, bool positive>
-struct MinGRUCell {
-  using State = T;
+struct MinGRUCell : GivesState<T> {
   static constexpr int inputs = 2;  // hidden, gate
   static constexpr int backward_inputs = 2;
   static constexpr bool first_may_be_constant = false;
@@ -79,8 +97,7 @@ struct MinGRUCell {
 // largest of the three exponentials, so that two shut gates keep their proportion.
 //   dL/dh' = g a;  dL/dhidden = g b c';  dL/dforget = g (h' - c) a b sigma(-forget);  dL/dinput = g (c - h') a b sigma(-input).
 template <class T, bool positive>
-struct MinLSTMCell {
-  using State = T;
+struct MinLSTMCell : GivesState<T> {
   static constexpr int inputs = 3;  // hidden, forget, input
   static constexpr int backward_inputs = 3;
   static constexpr bool first_may_be_constant = false;
@@ -121,6 +138,128 @@ struct MinLSTMCell {
     dx[1] = g * (h - c) * a * forget_shut;
     dx[2] = g * (c - h) * b * input_shut;
     return g * a;
+  }
+};
+
+// GateLoop with a state of one number for each channel (arXiv 2311.01927, d_h = 1), from its projections to its output:
+//   h = a h' + k v,   y = q Re h,   a by a transition below.
+// For the whole gradient g of h, of which dy q comes from y:  dL/dq = dy Re h;  dL/dk = v Re g;  dL/dv = k Re g;
+// dL/da = g conj(h');  dL/dh' = g conj(a).  h follows from h', so that h' is all that backward needs besides the inputs.
+// Bytes for each channel and position, float32 (bfloat16): forward 5 numbers in, y out, 24 (12), and h for backward, 8 (4);
+// backward 6 numbers and h in, 5 out, 52 (26). In single operations forward alone moves 96 (150): a magnitude, a phase,
+// their complex product, k v and its complex copy, the scan, and the product with q, all of them in float32.
+template <class T, class Transition>
+struct GateLoopCell {
+  using State = typename Transition::State;
+  static constexpr int inputs = 3 + Transition::inputs;  // q, k, v, and the transition's
+  static constexpr int backward_inputs = inputs;
+  static constexpr bool first_may_be_constant = false;
+  static constexpr bool reads = true;
+
+  HFR_INLINE static void coefficients(const T (&x)[inputs], State& a, State& b) {
+    a = Transition(x + 3).a;
+    b = State(x[1] * x[2]);
+  }
+
+  HFR_INLINE static State forward(const T (&x)[inputs], State h) {
+    State a, b;
+    coefficients(x, a, b);
+    return a * h + b;
+  }
+
+  HFR_INLINE static T read(const T (&x)[inputs], State h) { return x[0] * real(h); }
+
+  HFR_INLINE static State read_back(const T (&x)[inputs], State h, T dy, T (&dx)[inputs]) {
+    dx[0] = dy * real(h);
+    return State(dy * x[0]);
+  }
+
+  HFR_INLINE static State backward(const T (&x)[inputs], State h, State g, T (&dx)[inputs]) {
+    const Transition transition(x + 3);
+    dx[1] = real(g) * x[2];
+    dx[2] = real(g) * x[1];
+    transition.backward(g * conj(h), dx + 3);
+    return g * conj(transition.a);
+  }
+};
+
+// |a| and its slope: sigma(x), or exp(-exp(x)), of which nothing is left from x = 5 on.
+template <bool exponential_, class T>
+HFR_INLINE void magnitude(T x, T& value, T& slope) {
+  if (exponential_) {
+    const T e = exponential(x > T(5) ? T(5) : x);
+    value = exponential(-e);
+    slope = -e * value;
+  } else {
+    T complement;
+    logistic(x, value, complement);
+    slope = value * complement;
+  }
+}
+
+// a = f(alpha) exp(i g(beta)), g(x) = x or pi tanh(x), tanh(x) = sigma(2x) - sigma(-2x). With u = exp(i g):
+//   dL/df = Re(conj(u) da);   dL/dg = Im(conj(a) da)   (PyTorch's convention: da = dL/dRe a + i dL/dIm a).
+template <class T, bool exponential_, bool tanh_>
+struct PolarTransition {
+  using State = Complex<T>;
+  static constexpr int inputs = 2;  // alpha, beta
+  T size, size_slope, angle_slope;
+  Complex<T> u, a;
+
+  HFR_INLINE explicit PolarTransition(const T* x) {
+    magnitude<exponential_>(x[0], size, size_slope);
+    T angle = x[1];
+    angle_slope = T(1);
+    if (tanh_) {
+      T s, complement;
+      logistic(x[1] + x[1], s, complement);
+      angle = T(3.14159265358979324) * (s - complement);
+      angle_slope = T(12.5663706143591730) * s * complement;
+    }
+    u = unit(angle);
+    a = size * u;
+  }
+
+  HFR_INLINE void backward(Complex<T> da, T* dx) const {
+    const Complex<T> turned = conj(u) * da;
+    dx[0] = turned.re * size_slope;
+    dx[1] = turned.im * size * angle_slope;
+  }
+};
+
+// a = f(alpha): the state is real.
+template <class T, bool exponential_>
+struct RealTransition {
+  using State = T;
+  static constexpr int inputs = 1;  // alpha
+  T slope, a;
+
+  HFR_INLINE explicit RealTransition(const T* x) { magnitude<exponential_>(x[0], a, slope); }
+
+  HFR_INLINE void backward(T da, T* dx) const { dx[0] = da * slope; }
+};
+
+// a = f(|c|) c / |c|, f(0) at c = 0. With u = c / |c| and conj(u) da = x + i y:  dL/dc = u (f' x + i y f / |c|), and at c = 0,
+// where neither |c| nor its phase has a derivative, 0.
+template <class T, bool exponential_>
+struct CartesianTransition {
+  using State = Complex<T>;
+  static constexpr int inputs = 2;  // Re c, Im c
+  T size, value, slope;
+  Complex<T> u, a;
+
+  HFR_INLINE explicit CartesianTransition(const T* x) {
+    u = direction(Complex<T>(x[0], x[1]), size);
+    magnitude<exponential_>(size, value, slope);
+    a = value * u;
+  }
+
+  HFR_INLINE void backward(Complex<T> da, T* dx) const {
+    const Complex<T> turned = conj(u) * da;
+    const T inverse = size > T(0) ? T(1) / size : T(0);
+    const Complex<T> dc = u * Complex<T>(size > T(0) ? turned.re * slope : T(0), turned.im * value * inverse);
+    dx[0] = dc.re;
+    dx[1] = dc.im;
   }
 };
 

@@ -463,7 +463,7 @@ HFR_KERNEL longhorn_forward_segments(HFR_PROBLEM) {
 
 // initial, final: (batch, channels, m), either may be null; they may be one where time is in one segment. o: null, or (batch,
 // length, channels). checkpoints: null, or (batch, tiles, channels, m), the state before each.
-HFR_KERNEL longhorn_forward(HFR_PROBLEM, T* o, const State* initial, State* final, State* checkpoints) {
+HFR_KERNEL longhorn_forward(HFR_PROBLEM, T* o, State* checkpoints, const State* initial, State* final) {
   HFR_DESCRIBE
   const Place place;
   for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {

@@ -35,6 +35,24 @@ HFR_INLINE unsigned int bits_from_float(float value) {
 #endif
 }
 
+HFR_INLINE unsigned int low_bits(double value) {
+#ifdef __CUDA_ARCH__
+  return (unsigned int)__double2loint(value);
+#else
+  unsigned long long bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return (unsigned int)bits;
+#endif
+}
+
+#ifdef __CUDACC_RTC__
+HFR_INLINE float square_root(float x) { return sqrtf(x); }
+HFR_INLINE double square_root(double x) { return sqrt(x); }
+#else
+HFR_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
+HFR_INLINE double square_root(double x) { return __builtin_sqrt(x); }
+#endif
+
 // What happens at a position besides the cell (one byte per row and position, made by hf_recurrent.scan.ops):
 // padding, which the state passes through; the state before it is zero.
 enum Flags : unsigned char { kMasked = 1, kDrop = 2 };
@@ -55,9 +73,15 @@ HFR_INLINE Complex<T> operator*(Complex<T> x, Complex<T> y) {
   return {x.re * y.re - x.im * y.im, x.re * y.im + x.im * y.re};
 }
 template <class T>
+HFR_INLINE Complex<T> operator*(T x, Complex<T> y) { return {x * y.re, x * y.im}; }
+template <class T>
 HFR_INLINE Complex<T> conj(Complex<T> x) { return {x.re, -x.im}; }
 HFR_INLINE float conj(float x) { return x; }
 HFR_INLINE double conj(double x) { return x; }
+template <class T>
+HFR_INLINE T real(Complex<T> x) { return x.re; }
+HFR_INLINE float real(float x) { return x; }
+HFR_INLINE double real(double x) { return x; }
 
 HFR_INLINE bool is_zero(float x) { return x == 0; }
 HFR_INLINE bool is_zero(double x) { return x == 0; }
@@ -121,14 +145,19 @@ HFR_INLINE void from_float(float x, Float16& out) {
 template <class Storage> struct StateOf { using type = Storage; };
 template <> struct StateOf<BFloat16> { using type = float; };
 template <> struct StateOf<Float16> { using type = float; };
+template <class T> struct StateOf<Complex<T>> { using type = Complex<typename StateOf<T>::type>; };
 
 template <class T> HFR_INLINE T load(T x) { return x; }
 HFR_INLINE float load(BFloat16 x) { return to_float(x); }
 HFR_INLINE float load(Float16 x) { return to_float(x); }
+HFR_INLINE Complex<float> load(Complex<BFloat16> x) { return {to_float(x.re), to_float(x.im)}; }
+HFR_INLINE Complex<float> load(Complex<Float16> x) { return {to_float(x.re), to_float(x.im)}; }
 
 template <class T> HFR_INLINE void store(T x, T& out) { out = x; }
 HFR_INLINE void store(float x, BFloat16& out) { from_float(x, out); }
 HFR_INLINE void store(float x, Float16& out) { from_float(x, out); }
+HFR_INLINE void store(Complex<float> x, Complex<BFloat16>& out) { from_float(x.re, out.re), from_float(x.im, out.im); }
+HFR_INLINE void store(Complex<float> x, Complex<Float16>& out) { from_float(x.re, out.re), from_float(x.im, out.im); }
 
 // ---- elementary functions -------------------------------------------------------------------------------------------
 
@@ -181,6 +210,73 @@ HFR_INLINE void logistic(T x, T& value, T& complement) {
   T e = exponential(-limit);
   value = T(1) / (T(1) + e);
   complement = e * value;
+}
+
+// cos(x) + i sin(x), within 2 ulp of the larger of the two, branch-free. The multiple of pi/2 nearest to x is taken off in
+// double precision, in which one constant does for all |x| < 2^30; beyond, where neighbouring numbers lie more than twenty
+// turns apart, it is NaN. Then the polynomials of degree 7 and 8 for |r| <= pi/4.
+HFR_INLINE Complex<float> unit(float x) {
+  const double rounding = 6755399441055744.0;  // 1.5 * 2^52: the integer part ends up in the low mantissa bits
+  const double n = (double)x * 0.63661977236758134 + rounding;
+  const float r = (float)((double)x - (n - rounding) * 1.5707963267948966);
+  const float r2 = r * r;
+  float sine = -1.95146316e-4f;
+  sine = sine * r2 + 8.33215605e-3f;
+  sine = sine * r2 - 1.66666545e-1f;
+  sine = sine * r2 * r + r;
+  float cosine = 2.44377298e-5f;
+  cosine = cosine * r2 - 1.38873614e-3f;
+  cosine = cosine * r2 + 4.16666467e-2f;
+  cosine = cosine * r2 * r2 - 0.5f * r2 + 1.0f;
+  const unsigned int quadrant = low_bits(n);
+  const float nothing = x < 1073741824.0f && x > -1073741824.0f ? 0.0f : float_from_bits(0x7fc00000u);
+  const float first = (quadrant & 1u) ? sine : cosine, second = (quadrant & 1u) ? cosine : sine;
+  return {float_from_bits(bits_from_float(first) ^ ((quadrant + 1u) & 2u) << 30) + nothing,
+          float_from_bits(bits_from_float(second) ^ (quadrant & 2u) << 30) + nothing};
+}
+
+// The same in double precision, by Taylor's series, of which the terms left out are below 5e-17.
+HFR_INLINE Complex<double> unit(double x) {
+  const double rounding = 6755399441055744.0;
+  const double shifted = x * 0.63661977236758134 + rounding, n = shifted - rounding;
+  // pi/2 in three parts, of which the first two have 33 bits: their products with n are exact to |x| = 2^20, and with fused
+  // operations beyond.
+  const double r = ((x - n * 1.5707963267341256) - n * 6.077100506303966e-11) - n * 2.0222662487959506e-21;
+  const double r2 = r * r;
+  double sine = 2.8114572543455206e-15;
+  sine = sine * r2 - 7.647163731819816e-13;
+  sine = sine * r2 + 1.6059043836821613e-10;
+  sine = sine * r2 - 2.505210838544172e-08;
+  sine = sine * r2 + 2.7557319223985893e-06;
+  sine = sine * r2 - 0.0001984126984126984;
+  sine = sine * r2 + 0.008333333333333333;
+  sine = sine * r2 - 0.16666666666666666;
+  sine = sine * r2 * r + r;
+  double cosine = -1.5619206968586225e-16;
+  cosine = cosine * r2 + 4.779477332387385e-14;
+  cosine = cosine * r2 - 1.1470745597729725e-11;
+  cosine = cosine * r2 + 2.08767569878681e-09;
+  cosine = cosine * r2 - 2.755731922398589e-07;
+  cosine = cosine * r2 + 2.48015873015873e-05;
+  cosine = cosine * r2 - 0.001388888888888889;
+  cosine = cosine * r2 + 0.041666666666666664;
+  cosine = cosine * r2 - 0.5;
+  cosine = cosine * r2 + 1.0;
+  const unsigned int quadrant = low_bits(shifted);
+  const double first = (quadrant & 1u) ? sine : cosine, second = (quadrant & 1u) ? cosine : sine;
+  const double nothing = x < 1073741824.0 && x > -1073741824.0 ? 0.0 : (double)float_from_bits(0x7fc00000u);
+  return {((quadrant + 1u) & 2u ? -first : first) + nothing, (quadrant & 2u ? -second : second) + nothing};
+}
+
+// x / |x| and |x|; 1 and 0 for zero. The squares neither overflow nor vanish: both parts are first divided by the larger.
+template <class T>
+HFR_INLINE Complex<T> direction(Complex<T> x, T& size) {
+  const T re = x.re < T(0) ? -x.re : x.re, im = x.im < T(0) ? -x.im : x.im;
+  const T largest = re > im ? re : im, scale = largest > T(0) ? largest : T(1);
+  const T u = largest > T(0) ? x.re / scale : T(1), v = x.im / scale;
+  const T length = square_root(u * u + v * v);
+  size = largest * length;
+  return {u / length, v / length};
 }
 
 }  // namespace hfr

@@ -14,6 +14,8 @@ using namespace hfr;
 typedef HFR_CELL Cell;
 typedef HFR_TYPE T;
 typedef Cell::State State;
+typedef StateOf<T>::type Value;             // what the numbers of a tensor are computed with
+typedef SavedAs<T, State>::type Saved;      // what h is kept as
 
 constexpr int kWidth = HFR_WIDTH;
 constexpr int kThreads = 256;
@@ -21,8 +23,10 @@ constexpr int kRow = kWidth > 1 ? 8 : 32;  // threads side by side along the cha
 constexpr int kParts = kThreads / kRow;    // threads one after the other in time
 constexpr int kChannels = kRow * kWidth;
 constexpr int kInputs = Cell::inputs;
+constexpr int kMaxInputs = 5;
 
 typedef Vector<T, kWidth> Pack;
+typedef Vector<Saved, kWidth> SavedPack;
 typedef Vector<State, kWidth> States;
 
 // Positions that a thread takes at once, of so many bytes in the state type from each tensor: what leaves registers for two
@@ -47,7 +51,17 @@ struct alignas(16) Shared {
 
 constexpr bool kSmooth = !Cell::first_may_be_constant;  // exponentials, which take registers of their own
 constexpr bool kFewer = kInputs > 2 || kWidth == 1 || sizeof(State) > 4 || (kSmooth && sizeof(T) == 4);
-constexpr int kBlocks = kSmooth && sizeof(State) > 4 ? 1 : 2;  // to a multiprocessor, at least
+constexpr int kBlocks = kSmooth && sizeof(Value) > 4 ? 1 : 2;  // to a multiprocessor, at least
+
+// One channel's inputs, as they are computed with.
+struct Values {
+  Value x[kInputs];
+
+  HFR_DEVICE Values(const Pack (&packs)[kInputs], int j) {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) x[k] = load(packs[k].v[j]);
+  }
+};
 
 // ---- one thread's positions of a tile --------------------------------------------------------------------------------
 
@@ -61,8 +75,9 @@ struct Forward {
   };
 
   const Problem& p;
-  const View<T> (&inputs)[3];
-  T* h;
+  const View<T> (&inputs)[kMaxInputs];
+  Saved* h;  // may be null where y is given
+  T* y;      // null where h is what is given
   Index b, d;
   State a[kSteps][kWidth], c[kSteps][kWidth];
 
@@ -97,10 +112,7 @@ struct Forward {
       if (raw.flags >> 2 * i & kMasked) continue;
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        State x[kInputs];
-#pragma unroll
-        for (int k = 0; k < kInputs; ++k) x[k] = load(raw.x[i][k].v[j]);
-        Cell::coefficients(x, a[i][j], c[i][j]);
+        Cell::coefficients(Values(raw.x[i], j).x, a[i][j], c[i][j]);
         product.v[j] = a[i][j] * product.v[j];
         sum.v[j] = a[i][j] * sum.v[j] + c[i][j];
       }
@@ -112,32 +124,39 @@ struct Forward {
     for (int i = 0; i < kSteps; ++i) {
       if (d >= p.channels || flow + i >= end) continue;
       Pack out;
+      SavedPack saved;
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         if (raw.flags >> 2 * i & kDrop) state.v[j] = State(0);
         if (!(raw.flags >> 2 * i & kMasked)) state.v[j] = a[i][j] * state.v[j] + c[i][j];
-        store(state.v[j], out.v[j]);
+        store(state.v[j], saved.v[j]);
+        if (Cell::reads) store(Cell::read(Values(raw.x[i], j).x, state.v[j]), out.v[j]);
       }
-      if (flow + i >= begin) *reinterpret_cast<Pack*>(h + (b * p.length + position(flow + i)) * p.channels + d) = out;
+      if (flow + i < begin) continue;
+      const Index offset = (b * p.length + position(flow + i)) * p.channels + d;
+      if (Cell::reads) *reinterpret_cast<Pack*>(y + offset) = out;
+      if (!Cell::reads || h) *reinterpret_cast<SavedPack*>(h + offset) = saved;
     }
   }
 };
 
-// The flow is against time: g = carry + grad_h, and the cell's backward makes the next carry, conj(a) g.
+// The flow is against time: g = carry + what comes from grad_y, and the cell's backward makes the next carry, conj(a) g.
+// grad_y is the gradient of what the cell gives, be that h.
 struct Backward {
   static constexpr int kSteps = steps_for(kInputs > 2 || kWidth == 1 ? 16 : 32);
 
   struct Raw {
-    Pack x[kSteps][kInputs], grad[kSteps], before[kSteps];  // before: h of the position before
+    Pack x[kSteps][kInputs], grad[kSteps];
+    SavedPack before[kSteps];  // h of the position before
     unsigned flags;
   };
 
   const Problem& p;
-  const View<T> (&inputs)[3];
-  const View<T>& grad_h;
-  const T* h;
+  const View<T> (&inputs)[kMaxInputs];
+  const View<T>& grad_y;
+  const Saved* h;
   const State* initial;
-  T* const (&grads)[3];
+  T* const (&grads)[kMaxInputs];
   State* totals;
   Index b, d;
   States total;  // of the gradient of inputs[0], where it is constant over time
@@ -169,9 +188,9 @@ struct Backward {
       for (int k = 0; k < kInputs; ++k) {
         raw.x[i][k] = *reinterpret_cast<const Pack*>(inputs[k].data + b * inputs[k].b + t * inputs[k].l + d * inputs[k].d);
       }
-      raw.grad[i] = *reinterpret_cast<const Pack*>(grad_h.data + b * grad_h.b + t * grad_h.l + d * grad_h.d);
+      raw.grad[i] = *reinterpret_cast<const Pack*>(grad_y.data + b * grad_y.b + t * grad_y.l + d * grad_y.d);
       if (h && flow + i + 1 < p.length) {  // a summary needs no h
-        raw.before[i] = *reinterpret_cast<const Pack*>(h + (b * p.length + position(flow + i + 1)) * p.channels + d);
+        raw.before[i] = *reinterpret_cast<const SavedPack*>(h + (b * p.length + position(flow + i + 1)) * p.channels + d);
       }
     }
   }
@@ -182,16 +201,14 @@ struct Backward {
       // Past the end of the sequence there is neither a gradient nor a flag but kMasked.
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        if (raw.flags >> 2 * i & kMasked) {
-          sum.v[j] = sum.v[j] + load(raw.grad[i].v[j]);
-          continue;
-        }
-        State x[kInputs], a, c;
-#pragma unroll
-        for (int k = 0; k < kInputs; ++k) x[k] = load(raw.x[i][k].v[j]);
-        Cell::coefficients(x, a, c);
+        const Values values(raw.x[i], j);
+        Value dx[kInputs];
+        sum.v[j] = sum.v[j] + Cell::read_back(values.x, State(0), load(raw.grad[i].v[j]), dx);
+        if (raw.flags >> 2 * i & kMasked) continue;
+        State a, c;
+        Cell::coefficients(values.x, a, c);
         product.v[j] = conj(a) * product.v[j];
-        sum.v[j] = conj(a) * (sum.v[j] + load(raw.grad[i].v[j]));
+        sum.v[j] = conj(a) * sum.v[j];
       }
       if (raw.flags >> 2 * i & kDrop) {
         cut = true;
@@ -208,21 +225,18 @@ struct Backward {
       Pack out[kInputs];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        State g = carry.v[j] + load(raw.grad[i].v[j]), dx[kInputs];
+        const Values values(raw.x[i], j);
+        Value dx[kInputs];
 #pragma unroll
-        for (int k = 0; k < kInputs; ++k) dx[k] = State(0);
-        if (masked) {
-          carry.v[j] = g;
-        } else {
-          State x[kInputs], previous = State(0);
-#pragma unroll
-          for (int k = 0; k < kInputs; ++k) x[k] = load(raw.x[i][k].v[j]);
-          if (!drop && flow + i + 1 < p.length) previous = load(raw.before[i].v[j]);
-          if (!drop && flow + i + 1 == p.length && initial) previous = initial[b * p.channels + d + j];
-          carry.v[j] = Cell::backward(x, previous, g, dx);
-        }
+        for (int k = 0; k < kInputs; ++k) dx[k] = Value(0);
+        State previous = State(0);
+        if (!drop && flow + i + 1 < p.length) previous = load(raw.before[i].v[j]);
+        if (!drop && flow + i + 1 == p.length && initial) previous = initial[b * p.channels + d + j];
+        const State here = masked || !Cell::reads ? previous : Cell::forward(values.x, previous);
+        const State g = carry.v[j] + Cell::read_back(values.x, here, load(raw.grad[i].v[j]), dx);
+        carry.v[j] = masked ? g : Cell::backward(values.x, previous, g, dx);
         if (drop) carry.v[j] = State(0);
-        if (flow + i >= begin) total.v[j] = total.v[j] + dx[0];
+        if (Cell::first_may_be_constant && flow + i >= begin) total.v[j] = total.v[j] + State(dx[0]);
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) store(dx[k], out[k].v[j]);
       }
@@ -327,62 +341,66 @@ HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, cons
 // ---- the kernels -----------------------------------------------------------------------------------------------------
 
 // Arguments are pointers and 64-bit integers only. Inputs with their strides; what a cell does not have is null.
+#define HFR_INPUT(x) const T *x, Index x##_b, Index x##_l, Index x##_d
 #define HFR_PROBLEM                                                                                                       \
   Index batch, Index length, Index channels, Index reverse, const unsigned char *flags, Index segments,                  \
-      Index segment_length, State *products, State *sums, unsigned char *cuts, const T *x0, Index x0_b, Index x0_l,      \
-      Index x0_d, const T *x1, Index x1_b, Index x1_l, Index x1_d, const T *x2, Index x2_b, Index x2_l, Index x2_d
+      Index segment_length, State *products, State *sums, unsigned char *cuts, HFR_INPUT(x0), HFR_INPUT(x1), HFR_INPUT(x2), \
+      HFR_INPUT(x3), HFR_INPUT(x4)
+#define HFR_VIEW(x) {x, x##_b, x##_l, x##_d}
+#define HFR_INPUTS                                                                                                         \
+  const View<T> inputs[kMaxInputs] = {HFR_VIEW(x0), HFR_VIEW(x1), HFR_VIEW(x2), HFR_VIEW(x3), HFR_VIEW(x4)};
 #define HFR_DESCRIBE                                                                                                       \
   __shared__ Shared shared;                                                                                                \
   const Problem p = {batch, length, channels, reverse, flags, segments, segment_length, products, sums, cuts};             \
-  const View<T> inputs[3] = {{x0, x0_b, x0_l, x0_d}, {x1, x1_b, x1_l, x1_d}, {x2, x2_b, x2_l, x2_d}};                      \
+  HFR_INPUTS                                                                                                               \
   const Index d = (Index)blockIdx.x * kChannels + threadIdx.x % kRow * kWidth;
 #define HFR_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 
 HFR_KERNEL scan_forward_segments(HFR_PROBLEM) {
   HFR_DESCRIBE
-  Forward pass = {p, inputs, nullptr, 0, d};
+  Forward pass = {p, inputs, nullptr, nullptr, 0, d};
   summarise_segments(p, shared, pass);
 }
 
-// initial: (batch, channels), or null for zero; final: the same shape, and the same memory if time is in one segment.
-HFR_KERNEL scan_forward(HFR_PROBLEM, T* h, const State* initial, State* final) {
+// initial: (batch, channels), or null for zero; final: the same shape, and the same memory if time is in one segment. Of a
+// cell that gives its state, y is null; of another, h may be, where there is to be no backward.
+HFR_KERNEL scan_forward(HFR_PROBLEM, Saved* h, T* y, const State* initial, State* final) {
   HFR_DESCRIBE
-  Forward pass = {p, inputs, h, 0, d};
+  Forward pass = {p, inputs, h, y, 0, d};
   scan_segments(p, shared, pass, initial, final);
 }
 
-HFR_KERNEL scan_backward_segments(HFR_PROBLEM, const T* grad_h, Index g_b, Index g_l, Index g_d) {
+HFR_KERNEL scan_backward_segments(HFR_PROBLEM, HFR_INPUT(grad_y)) {
   HFR_DESCRIBE
-  const View<T> grad = {grad_h, g_b, g_l, g_d};
-  T* const grads[3] = {};
+  const View<T> grad = HFR_VIEW(grad_y);
+  T* const grads[kMaxInputs] = {};
   Backward pass = {p, inputs, grad, nullptr, nullptr, grads, nullptr, 0, d};
   summarise_segments(p, shared, pass);
 }
 
 // totals: null, or takes the gradient of x0 summed over time, (batch, segments, channels), instead of grad0.
-HFR_KERNEL scan_backward(HFR_PROBLEM, const T* grad_h, Index g_b, Index g_l, Index g_d, const T* h, const State* initial,
-                         const State* grad_final, State* grad_initial, State* totals, T* grad0, T* grad1, T* grad2) {
+HFR_KERNEL scan_backward(HFR_PROBLEM, HFR_INPUT(grad_y), const Saved* h, const State* initial, const State* grad_final,
+                         State* grad_initial, State* totals, T* grad0, T* grad1, T* grad2, T* grad3, T* grad4) {
   HFR_DESCRIBE
-  const View<T> grad = {grad_h, g_b, g_l, g_d};
-  T* const grads[3] = {grad0, grad1, grad2};
+  const View<T> grad = HFR_VIEW(grad_y);
+  T* const grads[kMaxInputs] = {grad0, grad1, grad2, grad3, grad4};
   Backward pass = {p, inputs, grad, h, initial, grads, totals, 0, d};
   scan_segments(p, shared, pass, grad_final, grad_initial);
 }
 
 // One position for a batch, each thread a channel. The state may be updated in place: initial and final are one.
-HFR_KERNEL scan_step(HFR_PROBLEM, T* h, const State* initial, State* final) {
-  const View<T> inputs[3] = {{x0, x0_b, x0_l, x0_d}, {x1, x1_b, x1_l, x1_d}, {x2, x2_b, x2_l, x2_d}};
+HFR_KERNEL scan_step(HFR_PROBLEM, Saved* h, T* y, const State* initial, State* final) {
+  HFR_INPUTS
   const Index i = (Index)blockIdx.x * kThreads + threadIdx.x;
   if (i >= batch * channels) return;
   const Index b = i / channels, channel = i % channels;
   const int flag = flags ? flags[b] : 0;
   State state = initial && !(flag & kDrop) ? initial[i] : State(0);
-  if (!(flag & kMasked)) {
-    State x[kInputs];
+  Value x[kInputs];
 #pragma unroll
-    for (int k = 0; k < kInputs; ++k) x[k] = load(inputs[k].data[b * inputs[k].b + channel * inputs[k].d]);
-    state = Cell::forward(x, state);
-  }
-  store(state, h[i]);
+  for (int k = 0; k < kInputs; ++k) x[k] = load(inputs[k].data[b * inputs[k].b + channel * inputs[k].d]);
+  if (!(flag & kMasked)) state = Cell::forward(x, state);
+  if (Cell::reads) store(Cell::read(x, state), y[i]);
+  if (!Cell::reads || h) store(state, h[i]);
   final[i] = state;
 }

@@ -1,0 +1,127 @@
+"""The cells: each recurrence, and what is fused with it, in plain PyTorch, beside the name of its kernel."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS
+from .reference import STATE_DTYPES
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    A recurrence and what is fused with it, as plain PyTorch defines it on every device.
+
+    Args:
+        coefficients: (*inputs) -> (a, b).
+        kernel: its twin of csrc/cells.h, which is tested against it, with `State` for what a real number of the inputs
+            is computed with.
+        has_complex_state: though its inputs are real.
+        read: (*inputs, h) -> y, where not the state itself is given.
+    """
+
+    name: str
+    coefficients: Callable[..., tuple[Tensor, Tensor]]
+    kernel: str
+    has_complex_state: bool = False
+    read: Callable[..., Tensor] | None = None
+
+    def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What the state is carried in where the inputs have `dtype`."""
+        dtype = STATE_DTYPES[dtype]
+        return dtype.to_complex() if self.has_complex_state else dtype
+
+
+def _linear(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a, b
+
+
+def _in_state_dtype(*inputs: Tensor) -> list[Tensor]:
+    """As in the kernels, which compute with what the state is carried in."""
+    dtype = STATE_DTYPES[functools.reduce(torch.promote_types, (x.dtype for x in inputs))]
+    return [x.to(dtype) for x in inputs]
+
+
+def _candidate(hidden: Tensor, positive: bool) -> Tensor:
+    return torch.where(hidden >= 0, hidden + 0.5, torch.sigmoid(hidden)) if positive else hidden
+
+
+def _mingru(hidden: Tensor, gate: Tensor, positive: bool) -> tuple[Tensor, Tensor]:
+    hidden, gate = _in_state_dtype(hidden, gate)
+    # sigma(-gate) is 1 - z without the cancellation.
+    return torch.sigmoid(-gate), torch.sigmoid(gate) * _candidate(hidden, positive)
+
+
+def _minlstm(hidden: Tensor, forget: Tensor, input: Tensor, positive: bool) -> tuple[Tensor, Tensor]:
+    hidden, forget, input = _in_state_dtype(hidden, forget, input)
+    # f / (f + i) as a logistic function of log f - log i, so that two shut gates keep their proportion.
+    difference = torch.nn.functional.logsigmoid(forget) - torch.nn.functional.logsigmoid(input)
+    return torch.sigmoid(difference), torch.sigmoid(-difference) * _candidate(hidden, positive)
+
+
+LINEAR = Cell("linear", _linear, "LinearCell<State>")
+MINGRU_VANILLA = Cell("mingru_vanilla", functools.partial(_mingru, positive=False), "MinGRUCell<State, false>")
+MINGRU_POSITIVE = Cell("mingru_positive", functools.partial(_mingru, positive=True), "MinGRUCell<State, true>")
+MINLSTM_VANILLA = Cell("minlstm_vanilla", functools.partial(_minlstm, positive=False), "MinLSTMCell<State, false>")
+MINLSTM_POSITIVE = Cell("minlstm_positive", functools.partial(_minlstm, positive=True), "MinLSTMCell<State, true>")
+
+
+# ---- GateLoop (arXiv 2311.01927) -------------------------------------------------------------------------------------
+
+
+def _transition(kind: str, magnitude: str, phase: str, alpha: Tensor, beta: Tensor | None = None) -> Tensor:
+    """a of `gateloop_scan`; `kind` is its transition, or "real" without beta."""
+    size, angle = alpha, beta
+    if kind == "cartesian":
+        c = torch.complex(alpha, beta)
+        size, angle = c.abs(), c.angle()
+    size = MAGNITUDE_ACTIVATIONS[magnitude](size)
+    if kind == "real":
+        return size
+    angle = PHASE_ACTIVATIONS[phase](angle)
+    return torch.complex(size * angle.cos(), size * angle.sin())  # torch.polar's gradient is NaN at a size of zero
+
+
+def _gateloop(kind: str, magnitude: str, phase: str, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, *given = _in_state_dtype(*inputs)
+    a = _transition(kind, magnitude, phase, *given)
+    return a, (k * v).to(a.dtype)
+
+
+def _read_gateloop(q: Tensor, *others: Tensor) -> Tensor:
+    """q Re h, h being the last."""
+    h = others[-1]
+    return q * (h.real if h.is_complex() else h)
+
+
+def _gateloop_cell(kind: str, magnitude: str, phase: str) -> Cell:
+    switches = [str(magnitude == "exponential").lower()]
+    if kind == "polar":
+        switches.append(str(phase == "tanh").lower())
+    return Cell(
+        f"gateloop_{kind}_{magnitude}" + ("_tanh" if phase == "tanh" else ""),
+        functools.partial(_gateloop, kind, magnitude, phase),
+        f"GateLoopCell<State, {kind.capitalize()}Transition<State, {', '.join(switches)}>>",
+        has_complex_state=kind != "real",
+        read=_read_gateloop,
+    )
+
+
+# By transition, magnitude and phase.
+GATELOOP = {
+    key: _gateloop_cell(*key)
+    for magnitude in MAGNITUDE_ACTIVATIONS
+    for key in [
+        ("polar", magnitude, "identity"),
+        ("polar", magnitude, "tanh"),
+        ("real", magnitude, "identity"),
+        ("cartesian", magnitude, "identity"),
+    ]
+}
+STATE_CELLS = (LINEAR, MINGRU_VANILLA, MINGRU_POSITIVE, MINLSTM_VANILLA, MINLSTM_POSITIVE)
+READING_CELLS = tuple(GATELOOP.values())
+BY_NAME = {cell.name: cell for cell in (*STATE_CELLS, *READING_CELLS)}

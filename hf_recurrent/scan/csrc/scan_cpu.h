@@ -1,0 +1,453 @@
+// The loops for CPUs: threads over batch x blocks of channels, and over segments of time where those are too few; vectors across
+// channels.
+// Tensors are channel-last (batch, length, channels), so a position's channels are contiguous and every cache line is used
+// once; the state of a block stays in the L1 cache. Each source that includes this is compiled at first use for one type of
+// elements, HFR_STORAGE, and called through the C functions at its end.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include <utility>
+#include <vector>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#include "cells.h"
+#include "independent.h"
+
+namespace {
+
+using namespace hfr;
+
+constexpr int kMaxInputs = 5;
+constexpr int64_t kBlock = 2048;  // channels a thread takes at once: their float32 state is a quarter of a 32 KiB L1 cache
+constexpr int64_t kChunk = 64;   // channels between two requests for rows ahead: a few lines at a time keep memory busy
+constexpr int64_t kLine = 64;     // bytes of a cache line
+constexpr int64_t kAhead = 2048;  // bytes of a tensor, at least, between a request and its use
+constexpr int64_t kStream = 1 << 22;  // bytes of an output from which on it is written past the caches
+
+// Strides count elements, in the order batch, length, channels.
+struct Tensor {
+  char* data;
+  int64_t stride[3];
+};
+
+struct Problem {
+  int64_t batch, length, channels;
+  int64_t reverse, threads;
+  int64_t sum_first;         // backward: the gradient of inputs[0] is summed over time, into (batch, channels) of the state type
+  const uint8_t* flags;      // (batch, length) contiguous, or null
+  Tensor inputs[kMaxInputs];
+  Tensor h;                  // (batch, length, channels), contiguous: written forward, read backward. Of a cell that gives
+                             // another number than its state, in what SavedAs says, and null forward if nobody is to read it
+  Tensor y;                  // forward: what such a cell gives, contiguous; backward: its gradient, or that of h
+  char* initial;             // backward: (batch, channels) contiguous in the state type, or null for zero
+  char* state;               // forward: in h_{-1}, out the final state; backward: in its gradient, out that of h_{-1}
+  char* grad_inputs[kMaxInputs];  // backward only: contiguous
+};
+
+template <class T>
+const T* at(const Tensor& x, int64_t b, int64_t t, int64_t d) {
+  return reinterpret_cast<const T*>(x.data) + b * x.stride[0] + t * x.stride[1] + d * x.stride[2];
+}
+
+// One position's channels, contiguous: the tensor's own memory, or a copy where channels are strided or broadcast.
+template <class T>
+const T* row(const Tensor& x, int64_t b, int64_t t, int64_t d, int64_t n, T* copy) {
+  const T* from = at<T>(x, b, t, d);
+  if (x.stride[2] == 1) return from;
+  for (int64_t i = 0; i < n; ++i) copy[i] = from[i * x.stride[2]];
+  return copy;
+}
+
+// What the numbers of a tensor of T are computed with.
+template <class T>
+using Value = typename StateOf<T>::type;
+
+// The inputs of a position, one pointer each; Indices is 0 ... inputs - 1.
+template <class T>
+struct Rows { const T* x[kMaxInputs]; };
+
+// `saved`: whether the states are written too, where they are not what the cell gives. `masked`: they pass.
+template <class Cell, bool saved, bool masked, class T, class H, size_t... I>
+void forward_row(const Rows<T>& rows, int64_t first, typename Cell::State* __restrict__ state, T* __restrict__ y,
+                 H* __restrict__ h, int64_t n, std::index_sequence<I...>) {
+  using State = typename Cell::State;
+  const T* x_row[] = {rows.x[I] + first...};
+  HFR_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) {
+    Value<T> x[] = {load(x_row[I][i])...};
+    State s = masked ? state[i] : Cell::forward(x, state[i]);
+    state[i] = s;
+    store(Cell::read(x, s), y[i]);
+    if constexpr (saved) store(s, h[i]);
+  }
+}
+
+// P is the storage type of h_prev: that of a row of h, or the state type for the initial state.
+template <class Cell, bool sum_first, bool masked, class T, class P, size_t... I>
+void backward_row(const Rows<T>& rows, int64_t first, const P* __restrict__ h_prev, const T* __restrict__ grad_y,
+                  typename Cell::State* __restrict__ carry, typename Cell::State* __restrict__ sum, T* const (&grads)[kMaxInputs],
+                  int64_t n, std::index_sequence<I...>) {
+  using State = typename Cell::State;
+  const T* x_row[] = {rows.x[I] + first...};
+  T* grad[] = {grads[I]...};
+  HFR_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) {
+    Value<T> x[] = {load(x_row[I][i])...};
+    Value<T> dx[sizeof...(I)] = {};
+    const State previous = load(h_prev[i]), h = masked ? previous : Cell::forward(x, previous);
+    const State g = carry[i] + Cell::read_back(x, h, load(grad_y[i]), dx);
+    carry[i] = masked ? g : Cell::backward(x, previous, g, dx);
+    if constexpr (sum_first) sum[i] = sum[i] + dx[0];
+    ((sum_first && I == 0 ? void() : store(dx[I], grad[I][i])), ...);
+  }
+}
+
+// One position more for what a segment makes of a state: `product` and `sum` of `Block::summarise`.
+template <class Cell, bool backwards, bool masked, class T, size_t... I>
+void summary_row(const Rows<T>& rows, const T* grad_y, typename Cell::State* __restrict__ product,
+                 typename Cell::State* __restrict__ sum, int64_t n, std::index_sequence<I...>) {
+  using State = typename Cell::State;
+  HFR_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) {
+    Value<T> x[] = {load(rows.x[I][i])...};
+    Value<T> dx[sizeof...(I)];
+    State next = masked ? product[i] : Cell::backward(x, State(0), product[i], dx);  // times conj(a)
+    if constexpr (backwards) {
+      sum[i] = sum[i] + next * Cell::read_back(x, State(0), load(grad_y[i]), dx);
+    } else {
+      sum[i] = sum[i] + conj(product[i]) * Cell::forward(x, State(0));
+    }
+    product[i] = next;
+  }
+}
+
+// Less than this is left of a state: nothing that could be seen next to what has been added since, even if that is smaller by
+// twelve orders of magnitude. Errors are measured by a channel's largest state: where nothing is added, or coefficients above
+// one have raised a state by more than that, a remainder is lost here that the loop would keep.
+constexpr double kFaded = 5e-20;
+
+double magnitude(double x) { return x < 0 ? -x : x; }
+template <class T>
+double magnitude(Complex<T> x) { return magnitude(x.re) + magnitude(x.im); }
+
+// An infinity or a NaN sends the scan back to one segment: what a segment makes of the state that enters it says neither what
+// an infinity that has seemingly faded leaves behind (NaN to the end) nor that a reset stops it.
+template <class State>
+bool finite(const State* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (!(magnitude(x[i]) < __builtin_inf())) return false;
+  }
+  return true;
+}
+
+template <class State>
+bool faded(const State* product, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (!(magnitude(product[i]) < kFaded)) return false;
+  }
+  return true;
+}
+
+// Asks for the lines of n elements, to be read or (write) overwritten soon.
+template <bool write, class T>
+void request(const T* from, int64_t n) {
+  const char* line = reinterpret_cast<const char*>(from);
+  for (int64_t i = 0; i < n * (int64_t)sizeof(T); i += kLine) __builtin_prefetch(line + i, write);
+}
+
+#ifdef __SSE2__
+constexpr bool kCanStream = true;
+#else
+constexpr bool kCanStream = false;
+#endif
+
+// Whole lines to memory without reading them first, past the caches: for tensors that no cache would hold anyway.
+void stream(const void* from, void* to, int64_t bytes) {
+#ifdef __SSE2__
+  for (int64_t i = 0; i < bytes / 16; ++i) {
+    _mm_stream_si128(static_cast<__m128i*>(to) + i, _mm_load_si128(static_cast<const __m128i*>(from) + i));
+  }
+#else
+  memcpy(to, from, bytes);
+#endif
+}
+
+// The work of one thread at a time.
+template <class Cell, class T>
+struct Block {
+  using State = typename Cell::State;
+  using Saved = typename SavedAs<T, State>::type;
+  static constexpr auto kIndices = std::make_index_sequence<Cell::inputs>();
+
+  const Problem& p;
+  const int64_t b, d, n;      // the row of the batch, the first channel and their number
+  const int64_t begin, end;   // steps: positions in the order of the recurrence
+  const int64_t ahead;        // positions between a request and its use
+  const bool streams;
+  T copies[kMaxInputs + 1][kBlock];
+  alignas(kLine) T out[kMaxInputs][kChunk];  // what is to be streamed
+  alignas(kLine) Saved out_h[kChunk];
+
+  Block(const Problem& problem, int64_t batch_row, int64_t first, int64_t size, int64_t from, int64_t to, bool past_caches)
+      : p(problem), b(batch_row), d(first), n(size), begin(from), end(to), ahead(1 + kAhead / (n * (int64_t)sizeof(T))),
+        streams(past_caches) {}
+
+  ~Block() {
+#ifdef __SSE2__
+    if (streams) _mm_sfence();
+#endif
+  }
+
+  uint8_t flags(int64_t t) const { return p.flags ? p.flags[b * p.length + t] : 0; }
+
+  int64_t position(int64_t step) const { return p.reverse ? p.length - 1 - step : step; }
+
+  // The first channel of the chunk to take after i channels. A walk to lower positions takes the chunks of a row from the last
+  // one on, so that addresses only fall: processors foresee that, and not the leaps between one row's end and another's.
+  int64_t chunk(int64_t i, bool falling) const { return falling ? (n - 1) / kChunk * kChunk - i : i; }
+
+  Rows<T> inputs(int64_t t) {
+    Rows<T> rows;
+    for (int i = 0; i < Cell::inputs; ++i) rows.x[i] = row(p.inputs[i], b, t, d, n, copies[i]);
+    return rows;
+  }
+
+  // What these steps make of the state that enters them, which is conj(product) * state + sum, or of its gradient, which is
+  // product * gradient + sum. From where it leaves to where it enters, as far as anything of it is left.
+  template <bool backwards>
+  void summarise(State* product, State* sum) {
+    for (int64_t i = 0; i < n; ++i) product[i] = State(1), sum[i] = State(0);
+    for (int64_t count = 1; count <= end - begin; ++count) {
+      int64_t t = position(backwards ? begin + count - 1 : end - count);
+      bool drop = flags(t) & kDrop, masked = flags(t) & kMasked;
+      if (!(backwards && drop)) {
+        const T* grad_y = backwards ? row(p.y, b, t, d, n, copies[kMaxInputs]) : nullptr;
+        if (!masked) {
+          summary_row<Cell, backwards, false>(inputs(t), grad_y, product, sum, n, kIndices);
+        } else if (backwards) {
+          summary_row<Cell, backwards, true>(inputs(t), grad_y, product, sum, n, kIndices);
+        }
+      }
+      if (drop || (count % 16 == 0 && faded(product, n))) {
+        for (int64_t i = 0; i < n; ++i) product[i] = State(0);
+        return;
+      }
+    }
+  }
+
+  void forward(State* state) {
+    if (Cell::reads && p.h.data) {
+      forward<true>(state);
+    } else {
+      forward<false>(state);
+    }
+  }
+
+  template <bool saved>
+  void forward(State* state) {
+    const Tensor& given = Cell::reads ? p.y : p.h;
+    for (int64_t step = begin; step < end; ++step) {
+      int64_t t = position(step), later = position(step + ahead < end ? step + ahead : end - 1);
+      if (flags(t) & kDrop) memset(static_cast<void*>(state), 0, n * sizeof(State));
+      Rows<T> rows = inputs(t);
+      for (int64_t i = 0; i < n; i += kChunk) {
+        int64_t c = chunk(i, p.reverse), m = n - c < kChunk ? n - c : kChunk;
+        T* y = const_cast<T*>(at<T>(given, b, t, d + c));
+        Saved* h = saved ? const_cast<Saved*>(at<Saved>(p.h, b, t, d + c)) : nullptr;
+        for (int i = 0; i < Cell::inputs; ++i) request<false>(at<T>(p.inputs[i], b, later, d + c), m);
+        if (!streams) {
+          request<true>(at<T>(given, b, later, d + c), m);
+          if (saved) request<true>(at<Saved>(p.h, b, later, d + c), m);
+        }
+        T* to = streams ? out[0] : y;
+        Saved* to_h = streams ? out_h : h;
+        if (flags(t) & kMasked) {
+          forward_row<Cell, saved, true>(rows, c, state + c, to, to_h, m, kIndices);
+        } else {
+          forward_row<Cell, saved, false>(rows, c, state + c, to, to_h, m, kIndices);
+        }
+        if (!streams) continue;
+        stream(to, y, m * sizeof(T));
+        if (saved) stream(to_h, h, m * sizeof(Saved));
+      }
+    }
+  }
+
+  // `sum`: where sum_first, what the gradient of a coefficient that is constant over time is added to.
+  template <bool sum_first>
+  void backward(State* carry, State* sum) {
+    State zero[kBlock];
+    memset(static_cast<void*>(zero), 0, n * sizeof(State));
+    const State* initial = p.initial ? reinterpret_cast<const State*>(p.initial) + b * p.channels + d : zero;
+    for (int64_t step = end - 1; step >= begin; --step) {
+      int64_t t = position(step), before = position(step - 1);
+      int64_t later = position(step - ahead > begin ? step - ahead : begin);
+      const T* grad_y = row(p.y, b, t, d, n, copies[kMaxInputs]);
+      Rows<T> rows = inputs(t);
+      for (int64_t i = 0; i < n; i += kChunk) {
+        int64_t c = chunk(i, !p.reverse), m = n - c < kChunk ? n - c : kChunk;
+        T *grads[kMaxInputs], *to[kMaxInputs];
+        for (int i = 0; i < Cell::inputs; ++i) {
+          if (i < Cell::backward_inputs) request<false>(at<T>(p.inputs[i], b, later, d + c), m);
+          if (sum_first && i == 0) {
+            grads[i] = to[i] = nullptr;
+            continue;
+          }
+          T* grad = reinterpret_cast<T*>(p.grad_inputs[i]) + b * p.length * p.channels + d + c;
+          if (!streams) request<true>(grad + later * p.channels, m);
+          grads[i] = grad + t * p.channels;
+          to[i] = streams ? out[i] : grads[i];
+        }
+        request<false>(at<T>(p.y, b, later, d + c), m);
+        request<false>(at<Saved>(p.h, b, later, d + c), m);
+        auto run = [&](auto* h_prev) {
+          if (flags(t) & kMasked) {
+            backward_row<Cell, sum_first, true>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, m, kIndices);
+          } else {
+            backward_row<Cell, sum_first, false>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, m, kIndices);
+          }
+        };
+        if (flags(t) & kDrop) {
+          run(zero);
+        } else if (step == 0) {
+          run(initial + c);
+        } else {
+          run(at<Saved>(p.h, b, before, d + c));
+        }
+        for (int i = sum_first; streams && i < Cell::inputs; ++i) stream(to[i], grads[i], m * sizeof(T));
+      }
+      if (flags(t) & kDrop) memset(static_cast<void*>(carry), 0, n * sizeof(State));
+    }
+  }
+};
+
+// How the work is divided: blocks of whole rows of channels where the batch alone keeps the threads busy. Otherwise the
+// channels are split, but not into pieces under a page: two cores that walk the same pages side by side fetch each other's
+// lines and end up slower than one core alone. Where that is too little still, time is split.
+constexpr int64_t kPage = 4096;
+constexpr int64_t kSegment = 512;  // steps, at least
+
+struct Division {
+  int64_t size, pieces, segments;
+
+  Division(const Problem& p, int64_t bytes) {
+    pieces = (p.channels + kBlock - 1) / kBlock;
+    while (p.batch * pieces % p.threads && p.batch * pieces < 4 * p.threads && p.channels * bytes / (pieces + 1) >= kPage) {
+      ++pieces;
+    }
+    size = (p.channels + pieces - 1) / pieces;
+    size = (size + 31) / 32 * 32;  // whole cache lines of every type
+    if (size > kBlock) size = kBlock;
+    pieces = (p.channels + size - 1) / size;
+    segments = p.threads / (p.batch * pieces);
+    if (segments > p.length / kSegment) segments = p.length / kSegment;
+    if (segments < 1) segments = 1;
+  }
+};
+
+// A large new tensor costs more in page faults than in arithmetic: ask for huge pages before the first touch.
+void prefer_huge_pages(const void* data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t huge = 1 << 21;
+  uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + huge - 1) & ~(huge - 1);
+  uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(huge - 1);
+  if (end > begin + 4 * huge) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data, (void)bytes;
+#endif
+}
+
+// Over segments of time in two passes: what each makes of the state that enters it, which a gate that forgets lets end after
+// few steps, and then, with the states known that enter all of them, the scan itself.
+template <class Cell, class T, bool backwards>
+void run_divided(const Problem& p, bool streams, bool splits_time = true) {
+  using State = typename Cell::State;
+  const Division division(p, sizeof(T));
+  const int64_t segments = splits_time ? division.segments : 1, rows = p.batch * p.channels;
+
+  // visit(block, flow, offset), flow being the place of the segment in the order in which states (or gradients) pass them.
+  auto each = [&](int64_t count, auto visit) {
+    const int64_t items = p.batch * division.pieces;
+#pragma omp parallel for schedule(static) num_threads(p.threads) if (p.threads > 1)
+    for (int64_t work = 0; work < items * count; ++work) {
+      int64_t flow = work / items, b = work % items / division.pieces, d = work % division.pieces * division.size;
+      int64_t n = p.channels - d < division.size ? p.channels - d : division.size;
+      int64_t place = backwards ? segments - 1 - flow : flow;
+      Block<Cell, T> block(p, b, d, n, p.length * place / segments, p.length * (place + 1) / segments, streams);
+      visit(block, flow, b * p.channels + d);
+    }
+  };
+
+  // Row `flow` of each, (batch, channels): the state that enters a segment, and the sums over it. The first and only segment
+  // works on the caller's own.
+  State* entering = reinterpret_cast<State*>(p.state);
+  State* sums = reinterpret_cast<State*>(p.grad_inputs[0]);
+  std::vector<State> own_entering, own_sums;
+  if (segments > 1) {
+    own_entering.resize(segments * rows);
+    own_sums.resize(p.sum_first ? segments * rows : 0, State(0));
+    std::vector<State> products(segments * rows);
+    each(segments - 1, [&](auto& block, int64_t flow, int64_t at) {
+      int64_t next = (flow + 1) * rows + at;
+      block.template summarise<backwards>(&products[next], &own_entering[next]);
+    });
+    for (int64_t i = 0; i < rows; ++i) own_entering[i] = entering[i];
+    for (int64_t i = rows; i < segments * rows; ++i) {
+      State product = backwards ? products[i] : conj(products[i]);
+      own_entering[i] = own_entering[i] + product * own_entering[i - rows];
+    }
+    if (!finite(own_entering.data(), segments * rows)) return run_divided<Cell, T, backwards>(p, streams, false);
+    entering = own_entering.data();
+    sums = own_sums.data();
+  }
+  each(segments, [&](auto& block, int64_t flow, int64_t at) {
+    int64_t i = flow * rows + at;
+    if constexpr (!backwards) {
+      block.forward(entering + i);
+    } else if (!p.sum_first) {
+      block.template backward<false>(entering + i, nullptr);
+    } else if constexpr (Cell::first_may_be_constant) {
+      block.template backward<true>(entering + i, sums + i);
+    }
+  });
+  if (segments > 1) {
+    if (!finite(entering, (segments - 1) * rows)) return run_divided<Cell, T, backwards>(p, streams, false);
+    memcpy(p.state, entering + (segments - 1) * rows, rows * sizeof(State));
+    State* total = reinterpret_cast<State*>(p.grad_inputs[0]);
+    for (size_t i = 0; i < own_sums.size(); ++i) total[i % rows] = total[i % rows] + own_sums[i];
+  }
+}
+
+template <class Cell, class T>
+int run(const Problem& p, int backwards) {
+  int64_t bytes = p.batch * p.length * p.channels * sizeof(T);
+  // Streaming writes whole lines only, so rows must start on one; pieces of a row then do too.
+  bool streams = kCanStream && bytes >= kStream && p.channels * sizeof(T) % kLine == 0;
+  int outputs = backwards ? Cell::inputs - (int)p.sum_first : 1;
+  if (!backwards && Cell::reads && p.h.data) {
+    prefer_huge_pages(p.h.data, bytes / sizeof(T) * sizeof(typename SavedAs<T, typename Cell::State>::type));
+    streams = streams && reinterpret_cast<uintptr_t>(p.h.data) % kLine == 0;
+  }
+  for (int i = 0; i < outputs; ++i) {
+    const char* output = backwards ? p.grad_inputs[i + p.sum_first] : Cell::reads ? p.y.data : p.h.data;
+    prefer_huge_pages(output, bytes);
+    streams = streams && reinterpret_cast<uintptr_t>(output) % kLine == 0;
+  }
+  if (backwards) {
+    run_divided<Cell, T, true>(p, streams);
+  } else {
+    run_divided<Cell, T, false>(p, streams);
+  }
+  return 0;
+}
+
+}  // namespace
+
+// The size of Problem as this compiler laid it out: the caller checks its own against it.
+extern "C" int64_t hfr_problem_size() { return sizeof(Problem); }
