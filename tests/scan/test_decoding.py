@@ -1,12 +1,13 @@
 """The kernels that are called where nothing observes it, against the plain PyTorch that defines them."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_recurrent.scan import cpu, linear_scan, longhorn_scan
+from hf_recurrent.scan import cpu, gateloop_scan, linear_scan, longhorn_scan
 from hf_recurrent.scan.convolution import _short_convolution, short_convolution
 from hf_recurrent.scan.elementwise import gate, skip_gelu
 from hf_recurrent.scan.gateloop import _channel_loop, channel_loop
@@ -147,7 +148,8 @@ def test_channel_loop(kernels, dtype, magnitude, phase, is_gated):
             assert kernels.pop() == "gateloop_cpu"
             exact = [None if t is None else t.double() for t in (qkv, given, z)]
             initial = initial if initial is None else initial.to(torch.complex128)
-            expected, expected_final = _channel_loop(linear_scan, *exact, magnitude, phase, initial, **options)
+            by_loop = functools.partial(gateloop_scan, backend="reference")
+            expected, expected_final = _channel_loop(by_loop, *exact, magnitude, phase, initial, **options)
             real = torch.ones(2, length, dtype=torch.bool) if mask is None else mask
             assert_close(torch.where(real[..., None], y, 0), torch.where(real[..., None], expected, 0))
             assert y.isfinite().all()
