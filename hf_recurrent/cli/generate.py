@@ -11,6 +11,7 @@ from ..messages import first_line, within_memory
 from .parser import LARGEST, CommandLineError, Parser, add_model_flags, check_writable, load_model_and_tokenizer, number
 
 PREFILL_TOKENS = 4096  # of a long prompt, read at once
+CONTEXT_TOKENS = 8  # of a text, that are decoded with what goes on after it: characters may begin in them
 PIECE = 1 << 16  # characters of standard input after which what has come is tokenised and read
 
 
@@ -89,14 +90,17 @@ def run(argv: list[str]) -> int:
         check_writable("--state-out", args.state_out)
 
     import torch
-    from transformers import TextStreamer, set_seed
+    from transformers import set_seed
 
     from ..modeling import RecurrentCache
 
     model, tokenizer = load_model_and_tokenizer(args)
-    cache, unread = RecurrentCache(model.config), []
+    cache, unread, context, held = RecurrentCache(model.config), [], [], 0
     if args.state_in is not None:
-        cache, unread = _load_state(args.state_in, model.config, model.device)
+        cache, unread, context, held = _load_state(args.state_in, model.config, model.device)
+    if args.prompt:  # an incomplete character at the end of the text before stays one
+        print("\ufffd" * held, end="", flush=True)
+        context, held = [], 0
     prompt, special = args.prompt or "", args.state_in is None
     if prompt == "-":
         prompt = ""
@@ -123,7 +127,7 @@ def run(argv: list[str]) -> int:
     cache.seen_tokens -= before
     seen = cache.seen_tokens
     inputs = torch.tensor([[0] * seen + unread + ids], device=model.device)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if args.stream else None
+    streamer = _streamer(tokenizer, context, held, holds=args.state_out is not None) if args.stream else None
     with torch.inference_mode(), within_memory("try fewer --num-beams or a smaller model"):
         output = model.generate(
             inputs,
@@ -135,13 +139,43 @@ def run(argv: list[str]) -> int:
             streamer=streamer,
             **sampling,
         )[0].tolist()
+    context, known = context + output[seen + len(unread) :], len(_text(tokenizer, context)) - held
+    text = _text(tokenizer, context)
+    held = _incomplete(text) if args.state_out is not None else 0
     if not args.stream:
-        print(tokenizer.decode(output[seen + len(unread) :], skip_special_tokens=True))
+        print(text[known : len(text) - held])
     if args.state_out is not None:
         new = output[cache.seen_tokens :]
         cache.seen_tokens += before
-        cache.save(args.state_out, {"unread": json.dumps(new)})
+        tail = {"unread": new, "context": context[-CONTEXT_TOKENS:], "held": held}
+        cache.save(args.state_out, {name: json.dumps(value) for name, value in tail.items()})
     return 0
+
+
+def _text(tokenizer, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _incomplete(text: str) -> int:
+    """Characters at its end that may be the beginning of one whose other bytes come with the next tokens: three at
+    most, for decoders that show each byte as one."""
+    return min(3, len(text) - len(text.rstrip("\ufffd")))
+
+
+def _streamer(tokenizer, context: list[int], held: int, holds: bool):
+    """Prints what is generated after `context`, of which the last `held` characters are not printed yet. An incomplete
+    character at the end is left to the process that goes on, where it `holds`."""
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def end(self):
+            text = _text(tokenizer, self.token_cache)
+            end = len(text) - _incomplete(text) if holds else len(text)
+            self.on_finalized_text(text[self.print_len : end], stream_end=True)
+
+    streamer = Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer.token_cache, streamer.print_len = list(context), len(_text(tokenizer, context)) - held
+    return streamer
 
 
 def _standard_input(echo: bool) -> Iterator[str]:
@@ -208,7 +242,8 @@ def _read(model, ids: list[int], cache) -> None:
 
 
 def _load_state(name: str, config, device) -> tuple:
-    """The cache in a file that --state-out wrote, and the tokens generated last that it has not read."""
+    """What --state-out wrote into a file: the cache, the tokens generated last that it has not read, the last tokens of
+    the text, and how many characters at their end are not printed."""
     from safetensors import safe_open
 
     from ..modeling import RecurrentCache
@@ -216,12 +251,18 @@ def _load_state(name: str, config, device) -> tuple:
     try:
         cache = RecurrentCache.load(name, config, device)
         with safe_open(name, "pt") as file:
-            unread = json.loads((file.metadata() or {}).get("unread", "[]"))
+            metadata = file.metadata() or {}
+        unread, context = (json.loads(metadata.get(key, "[]")) for key in ("unread", "context"))
+        held = json.loads(metadata.get("held", "0"))
         if cache.batch_size > 1:
             raise ValueError(f"holds the states of {cache.batch_size} texts, expected 1")
-        size = config.vocab_size
-        if not isinstance(unread, list) or not all(type(token) is int and 0 <= token < size for token in unread):
-            raise ValueError("is a damaged state file: its unread tokens are not token ids")
+        for tokens in (unread, context):
+            if not isinstance(tokens, list) or not all(
+                type(token) is int and 0 <= token < config.vocab_size for token in tokens
+            ):
+                raise ValueError("is a damaged state file: its unread tokens are not token ids")
+        if held not in (0, 1, 2, 3):
+            raise ValueError(f"is a damaged state file: it holds {held} characters back")
     except (OSError, ValueError) as error:
         raise CommandLineError(f"--state-in {name}: {first_line(error)}") from None
-    return cache, unread
+    return cache, unread, context, held

@@ -24,6 +24,7 @@ class Request:
         eos_token_ids: tokens that end it, themselves included in `tokens`.
         tokens: what was generated so far.
         finished: whether that is all.
+        cancelled: whether `ContinuousBatcher.cancel` has ended it.
     """
 
     id: int
@@ -32,6 +33,7 @@ class Request:
     eos_token_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
+    cancelled: bool = False
 
 
 class ContinuousBatcher:
@@ -99,7 +101,7 @@ class ContinuousBatcher:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         if eos_token_id is None:
             eos_token_id = self.model.generation_config.eos_token_id
-        ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+        ends = [] if eos_token_id is None else torch.as_tensor(eos_token_id).reshape(-1).tolist()
         request = Request(next(self.numbers), ids, max_new_tokens, frozenset(ends))
         self.waiting.append(request)
         return request
@@ -110,13 +112,16 @@ class ContinuousBatcher:
             if self.waiting[0] is request:
                 self._start_reading()
             self.waiting.remove(request)
-        request.finished = True
+        if not request.finished:
+            request.finished = request.cancelled = True
         self._let_go()
 
     def __iter__(self) -> Iterator[tuple[Request, int]]:
-        """Steps until no request is left. Yields each token with its request as it comes."""
+        """Steps until no request is left. Yields each token with its request as it comes, none after `cancel`."""
         while self.waiting or self.running:
-            yield from self.step()
+            for request, token in self.step():
+                if not request.cancelled:
+                    yield request, token
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from ..files import replacing
 from .cache_layers import MixerCall, RecurrentLayer, StaticLayer, at_a_fixed_address, can_be_written
 
 STATE_FILE = "hf_recurrent.RecurrentCache/1"  # the "format" of a state file's metadata
+STATE_NAME = re.compile(
+    r"layers\.(?P<layer>\d+)\.(?P<state>conv|recurrent)(?P<complex>\.complex)?"
+)  # of a tensor in it
 # Fields of a configuration that change nothing about what a state means.
 TRAINING_FIELDS = {"hidden_dropout", "initializer_range", "learned_initial_state", "use_cache"}
 _REPLACING = threading.Lock()  # held for the moment in which a cache's states are read, or take the place of others
@@ -144,11 +148,20 @@ class RecurrentCache(Cache):
                 states[name] = state.to(device=device, dtype=wanted, copy=True)
             new.hold(states)
             layers.append(new)
-        return self._with(layers)
+        other = self._with(layers)
+        if dtype is not None:
+            other.config = copy.copy(self.config)
+            other.config.dtype = dtype
+        return other
 
     def current_states(self) -> list[dict[str, Tensor]]:
         """The states of all layers, after the same tokens also where another thread replaces them."""
         with _replacing():
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                for layer in self.layers:
+                    # Autograd saves no tensor that was made in inference mode.
+                    if any(state.is_inference() for state in layer.states.values()):
+                        layer.hold({name: state.clone() for name, state in layer.states.items()})
             return [layer.states for layer in self.layers]
 
     def advance(
@@ -265,6 +278,7 @@ class RecurrentCache(Cache):
             "format": STATE_FILE,
             "seen_tokens": str(self.seen_tokens),
             "config": json.dumps(_meaning(self.config)),
+            **({} if self.config.dtype is None else {"model_dtype": _name(self.config.dtype)}),
         }
         with replacing(Path(path)) as temporary:
             save_file(tensors, temporary, metadata)
@@ -278,7 +292,8 @@ class RecurrentCache(Cache):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not a whole state file; it was saved for another family or other sizes, which are named.
+            ValueError: it is not a whole state file; it was saved for another family, other sizes or another dtype
+                (where both configurations tell theirs), which are named.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no state file {path}")
@@ -295,24 +310,33 @@ class RecurrentCache(Cache):
             )
         try:
             saved = json.loads(metadata["config"])
+            if not isinstance(saved, dict):
+                raise ValueError(f"config = {saved!r}")
             cache.seen_tokens = int(metadata["seen_tokens"])
+            if not 0 <= cache.seen_tokens < 2**63:
+                raise ValueError(f"seen_tokens = {cache.seen_tokens}")
             for name, tensor in tensors.items():
-                _, index, state, *kind = name.split(".")
+                match = STATE_NAME.fullmatch(name)
+                if match is None or not tensor.is_floating_point() or not tensor.ndim:
+                    raise ValueError(f"{name} of {tensor.dtype} and the shape {tuple(tensor.shape)} is no state")
                 # A copy: numbers in a file lie at any multiple of their own size, complex numbers in memory may not.
-                cache.layers[int(index)].states[state] = torch.view_as_complex(tensor.clone()) if kind else tensor
+                state = torch.view_as_complex(tensor.clone()) if match["complex"] else tensor
+                cache.layers[int(match["layer"])].states[match["state"]] = state
             for layer in cache.layers:
                 layer.hold(layer.states)
-        except (KeyError, IndexError, ValueError, RuntimeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{path} is a damaged state file: {error!r}") from None
         own = _meaning(config)
-        for name in own.keys() | saved.keys():
+        if "model_dtype" in metadata and config.dtype is not None:
+            saved["dtype"], own["dtype"] = metadata["model_dtype"], _name(config.dtype)
+        for name in [*own, *saved]:
             if saved.get(name) != own.get(name):
                 raise ValueError(
                     f"{path} was saved by a model with {name} = {saved.get(name)!r}, this one has {own.get(name)!r}"
                 )
         names = {frozenset(layer.states) for layer in cache.layers}
         rows = {len(state) for layer in cache.layers for state in layer.states.values()}
-        if len(names) > 1 or len(rows) > 1 or cache.seen_tokens < 0:
+        if len(names) > 1 or len(rows) > 1 or 0 in rows or bool(rows) != (cache.seen_tokens > 0):
             raise ValueError(f"{path} is a damaged state file: its layers do not fit each other")
         return cache
 
@@ -364,6 +388,10 @@ class StaticRecurrentCache(RecurrentCache):
 def _replacing() -> contextlib.AbstractContextManager:
     """The lock, which the compiler does not know: compiled steps are left to one thread."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() else _REPLACING
+
+
+def _name(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _meaning(config: PreTrainedConfig) -> dict:

@@ -19,7 +19,11 @@ class MixerCall:
     def __init__(self, mixer: nn.Module, args: tuple, kwargs: dict):
         self.mixer = weakref.ref(mixer)
         (self.x, self.state, self.mask, self.reset), self.kwargs = args, kwargs
-        self.with_grad = torch.is_grad_enabled()
+        self.with_grad, device_type = torch.is_grad_enabled(), self.x.device.type
+        self.autocast = None  # arguments of torch.autocast, for devices that have it
+        if torch.amp.is_autocast_available(device_type):
+            enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+            self.autocast = {"device_type": device_type, "dtype": dtype, "enabled": enabled}
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +46,8 @@ class MixerCall:
             raise RuntimeError("the model whose calls this cache has recorded is gone, and needed to take tokens back")
         kept = torch.arange(self.num_tokens, device=self.x.device) < num_tokens
         mask = kept.expand(len(self.x), -1) if self.mask is None else self.mask & kept
-        with torch.set_grad_enabled(self.with_grad):
+        autocast = contextlib.nullcontext() if self.autocast is None else torch.autocast(**self.autocast)
+        with torch.set_grad_enabled(self.with_grad), autocast:
             return mixer(self.x, self.state, mask, self.reset, **self.kwargs)[1]
 
     def __deepcopy__(self, memo: dict) -> "MixerCall":

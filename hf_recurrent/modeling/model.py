@@ -420,6 +420,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         batch, length, _ = inputs_embeds.shape
         if past_key_values is not None:
             self._check_cache(past_key_values, batch)
+            self._refuse_reentrant_checkpoints()
         elif use_cache:
             past_key_values = RecurrentCache(self.config)
         # Asked for only where it matters: a static cache has it in a tensor, which would stop the compiler.
@@ -516,6 +517,15 @@ class RecurrentModel(RecurrentPreTrainedModel):
             raise ValueError(
                 f"a bidirectional {name} has no state to carry on: use_cache must be False and past_key_values None"
             )
+
+    def _refuse_reentrant_checkpoints(self) -> None:
+        """Raises ValueError where gradients would silently not flow through the states."""
+        if self.training and torch.is_grad_enabled() and getattr(self.layers[0], "gradient_checkpointing", False):
+            if getattr(self.layers[0]._gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+                raise ValueError(
+                    "gradient checkpointing with use_reentrant=True sends no gradients through past_key_values: "
+                    "use_reentrant must be False"
+                )
 
     def _check_cache(self, cache: RecurrentCache, batch: int) -> None:
         """Raises TypeError or ValueError where `cache` cannot be this model's for `batch` rows."""
@@ -653,13 +663,24 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"input_ids is empty, with the shape {tuple(input_ids.shape)}: a prompt has a token or more"
             )
+        seen = past_key_values.get_seq_length() if is_first_iteration and past_key_values is not None else 0
+        if seen and inputs_embeds is not None:  # the whole text's, unless the mask tells that they are new
+            new_only = attention_mask is not None and attention_mask.shape[1] == seen + inputs_embeds.shape[1]
+            next_sequence_length = None if new_only else inputs_embeds.shape[1] - seen
+        elif seen and next_sequence_length is None and attention_mask is not None:
+            # Assisted decoding gives the whole text, also where a cache has seen a part of it.
+            if attention_mask.shape[1] == input_ids.shape[1]:
+                next_sequence_length = input_ids.shape[1] - seen
         if next_sequence_length is not None and next_sequence_length < 1:
             raise ValueError(
                 f"past_key_values has seen {past_key_values.get_seq_length()} tokens, input_ids has "
                 f"{input_ids.shape[1]}: pass the whole sequence, or only what is new with an attention_mask for both"
             )
-        if next_sequence_length == 1 and not is_first_iteration and past_key_values is not None:
-            # A token that was just generated is neither padding nor the first of a document.
+        generated = next_sequence_length == 1 or (
+            next_sequence_length is not None and past_key_values is not None and past_key_values.get_seq_length() > 0
+        )
+        if generated and not is_first_iteration and past_key_values is not None:
+            # Tokens that were just generated are neither padding nor the first of a document.
             attention_mask = None
             kwargs.pop("position_ids", None)
         return super().prepare_inputs_for_generation(
@@ -681,6 +702,8 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
         """`generate` asks here for its cache: a RecurrentCache, whatever the length."""
+        if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError("prefill_chunk_size cuts input_ids, and cannot be combined with inputs_embeds")
         if model_kwargs.get("past_key_values") is not None:
             if generation_config.use_cache is False:
                 raise ValueError("past_key_values needs use_cache=True: without it, each step reads all of the text")
@@ -698,6 +721,29 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = cache_class(self.config)
             if generation_config.is_assistant:
                 model_kwargs["past_key_values"].activate_past_recording()
+
+    def _assisted_decoding(self, input_ids: Tensor, *args, inputs_tensor: Tensor | None = None, **kwargs):
+        """As in Transformers. But afterwards the cache records what it recorded before, and the model has all of its
+        layers, also after an error: `assistant_early_exit` changes the configuration on the way."""
+        cache, mask, num_layers = (
+            kwargs.get("past_key_values"),
+            kwargs.get("attention_mask"),
+            self.model.config.num_hidden_layers,
+        )
+        layers = cache.layers if isinstance(cache, RecurrentCache) else []
+        if layers and cache.get_seq_length() and mask is not None and mask.shape[1] != input_ids.shape[1]:
+            # Transformers would cut off the mask of what is new, in place of the one of what was seen.
+            if input_ids.shape[1] and not mask[:, -input_ids.shape[1] :].all():
+                raise ValueError("assisted decoding cannot start from padding that follows past_key_values")
+            del kwargs["attention_mask"]
+        recording = [(layer.record_past, layer.window) for layer in layers]
+        try:
+            return super()._assisted_decoding(input_ids, *args, inputs_tensor=inputs_tensor, **kwargs)
+        finally:
+            self.model.config.num_hidden_layers = num_layers
+            for layer, (record_past, window) in zip(layers, recording, strict=True):
+                layer.record_past, layer.window = record_past, window
+                layer.calls = layer.calls if record_past else []
 
 
 def keep_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:

@@ -171,6 +171,61 @@ def test_crop_computes_as_the_call_did(model, config, mode):
 
 @each_family
 @torch.no_grad()
+def test_crop_computes_in_the_autocast_of_the_call(model, config):
+    cache, kept = recording(model), recording(model)
+    input_ids = token_ids(config, 3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids, past_key_values=cache)
+        shorter = torch.tensor([1, 1, 0, 0]).expand(3, 4)
+        model(input_ids, attention_mask=shorter, past_key_values=kept)
+        inside = cache.clone()
+        inside.crop(-2)
+    cache.crop(-2)
+    assert equal(cache, inside) and equal(cache, kept)
+    cache, kept = recording(model), recording(model)
+    model(input_ids, past_key_values=cache)
+    model(input_ids, attention_mask=shorter, past_key_values=kept)
+    with torch.autocast("cpu", torch.bfloat16):
+        cache.crop(-2)
+    assert equal(cache, kept)
+
+
+@each_family
+def test_a_cache_of_inference_mode_in_training(model, config):
+    with torch.inference_mode():
+        cache = filled(model)
+    cache.activate_past_recording()
+    input_ids = token_ids(config, 3, 4)
+    expected = model(input_ids, past_key_values=filled(model)).logits
+    logits = model(input_ids, past_key_values=cache).logits
+    assert torch.equal(logits, expected)
+    logits.sum().backward()
+    cache.crop(-2)
+    assert cache.get_seq_length() == 7
+
+
+@each_family
+def test_gradients_through_states_and_checkpoints(config):
+    """With activations recomputed: the same, or a refusal where they would be lost."""
+    config.hidden_dropout = 0.0
+    model, input_ids, gradients = causal_lm(config).train(), token_ids(config, 2, 8), []
+    for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+        if options is not None:
+            model.gradient_checkpointing_enable(options)
+        embeds = model.get_input_embeddings()(input_ids).detach().requires_grad_()
+        cache = model(inputs_embeds=embeds[:, :5], use_cache=True).past_key_values
+        if options == {"use_reentrant": True}:
+            with pytest.raises(ValueError, match="sends no gradients through past_key_values: use_reentrant must be"):
+                model(inputs_embeds=embeds[:, 5:], past_key_values=cache)
+        else:
+            model(inputs_embeds=embeds[:, 5:], past_key_values=cache).logits.square().sum().backward()
+            gradients.append(embeds.grad)
+    assert gradients[0][:, :5].abs().max() > 0
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-11)
+
+
+@each_family
+@torch.no_grad()
 def test_the_window_bounds_what_is_recorded(model, config):
     cache = recording(model, window=4)
     sizes = []
@@ -316,9 +371,47 @@ def test_state_files_that_do_not_fit(model, config, tmp_path):
     with pytest.raises(ValueError, match="holds states of another model"):
         model(token_ids(config, 3, 2), past_key_values=foreign)
     assert foreign.get_seq_length() == 5
+    some = next(iter(tensors))
+    for changes, names in (
+        ({"config": "[]"}, {}),
+        ({"config": "null"}, {}),
+        ({"seen_tokens": "-1"}, {}),
+        ({"seen_tokens": "9" * 30}, {}),
+        ({"seen_tokens": "0"}, {}),
+        ({}, {name: None for name in tensors}),
+        ({}, {name: tensor[:0] for name, tensor in tensors.items()}),
+        ({}, {some: tensors[some].int()}),
+        ({}, {some: torch.ones(())}),
+        ({}, {"layers.-1.recurrent": tensors[some]}),
+        ({}, {"rows.0.recurrent": tensors[some]}),
+        ({}, {f"layers.{index}.other": tensors[some] for index in range(2)}),
+    ):
+        kept = {name: tensor for name, tensor in {**tensors, **names}.items() if tensor is not None}
+        save_file({name: tensor.clone() for name, tensor in kept.items()}, path, {**metadata, **changes})
+        with pytest.raises(ValueError, match="is a damaged state file"):
+            RecurrentCache.load(path, config)
     save_file({"layers.0.recurrent": torch.ones(1)}, path)
     with pytest.raises(ValueError, match="is not a state file: its format is None"):
         RecurrentCache.load(path, config)
+
+
+@each_family
+@torch.no_grad()
+def test_state_files_of_another_dtype(model, config, tmp_path):
+    """Refused where both configurations tell theirs; `to` gives a state that fits."""
+    path, config = tmp_path / "state.safetensors", model.config
+    narrow = copy.copy(config)
+    config.dtype, narrow.dtype = torch.float64, torch.bfloat16
+    cache = filled(model)
+    cache.save(path)
+    assert equal(RecurrentCache.load(path, config), cache)
+    with pytest.raises(ValueError, match="saved by a model with dtype = 'float64', this one has 'bfloat16'"):
+        RecurrentCache.load(path, narrow)
+    cache.to(dtype=torch.bfloat16).save(path)
+    loaded = RecurrentCache.load(path, narrow)
+    model.bfloat16()(token_ids(config, 3, 2), past_key_values=loaded)
+    config.dtype = None
+    RecurrentCache.load(path, config)
 
 
 @each_family

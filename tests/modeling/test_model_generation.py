@@ -241,6 +241,73 @@ def test_assisted_decoding_is_greedy_decoding(config):
     assert len(lengths) <= 3  # every token that it drafts is accepted
 
 
+ASSISTANCE = [{"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": None}]
+
+
+def assisted(model, options):
+    """`options` of `generate`, with an assistant of a single layer where one is asked for."""
+    if "assistant_model" not in options:
+        return options
+    return {"assistant_model": causal_lm(type(model.config)(**{**model.config.to_diff_dict(), "num_hidden_layers": 1}))}
+
+
+@each_family
+@pytest.mark.parametrize("options", ASSISTANCE, ids=lambda options: "-".join(options))
+@torch.no_grad()
+def test_assisted_decoding_from_a_cache(config, options):
+    """Of a prefix that is not read twice; the cache is then that of the text, and records what it did before."""
+    model = causal_lm(config)
+    options = {**assisted(model, options), "do_sample": False, **NEW}
+    text, mask = token_ids(config, 1, 9), torch.ones(1, 9, dtype=torch.long)
+    mask[0, :2] = 0
+    greedy = model.generate(text, attention_mask=mask, do_sample=False, **NEW)
+    for new, window in ((slice(None), None), (slice(6, None), 5)):
+        cache = model(text[:, :6], attention_mask=mask[:, :6], use_cache=True).past_key_values
+        if window is not None:
+            cache.activate_past_recording(window)
+        got = model.generate(text[:, new], attention_mask=mask, past_key_values=cache, **options)
+        assert torch.equal(got, greedy[:, new])
+        assert cache.record_past == (window is not None) and cache.layers[0].window == window
+        assert 9 <= cache.get_seq_length() <= 17
+        whole = torch.cat([mask, mask.new_ones(1, 9)], dim=1)[:, : cache.get_seq_length()]
+        read = model(greedy[:, : whole.shape[1]], attention_mask=whole, use_cache=True).past_key_values
+        for x, y in zip(states(cache), states(read), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-10)
+
+
+@each_family
+@torch.no_grad()
+def test_assisted_decoding_that_fails_leaves_the_model_whole(config):
+    """Transformers takes layers away from the model while the first few draft."""
+    model = causal_lm(config)
+
+    def fail(_, args):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[0].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(token_ids(config, 1, 5), assistant_early_exit=1, do_sample=False, **NEW)
+    hook.remove()
+    assert len(model.model.active_layers) == model.config.num_hidden_layers == 2
+
+
+@each_family
+@torch.no_grad()
+def test_embeddings_after_a_cache(config):
+    """Those of the whole text, or with a mask for all of it those of what is new."""
+    model = causal_lm(config)
+    text, mask = token_ids(config, 2, 9), torch.ones(2, 9, dtype=torch.long)
+    embeds, expected = model.get_input_embeddings()(text), model.generate(text, do_sample=False, **NEW)[:, 9:]
+    for new in (embeds, embeds[:, 6:], embeds[:, 4:]):
+        cache = model(text[:, : 6 if new is embeds else 9 - new.shape[1]], use_cache=True).past_key_values
+        got = model.generate(inputs_embeds=new, attention_mask=mask, past_key_values=cache, do_sample=False, **NEW)
+        assert torch.equal(got, expected)
+    with pytest.raises(
+        ValueError, match="prefill_chunk_size cuts input_ids, and cannot be combined with inputs_embeds"
+    ):
+        model.generate(inputs_embeds=embeds, prefill_chunk_size=4, **NEW)
+
+
 @each_family
 @torch.no_grad()
 def test_it_assists_another_model(config):
