@@ -6,14 +6,9 @@ from torch.export import ExportedProgram
 
 from ..modeling import RecurrentCache
 from ..modeling.model import RecurrentForCausalLM
-from ..scan import ops
+from ..scan.cells import BY_NAME
 from ..scan.longhorn import _loop
 from ..scan.reference import linear_scan_loop
-
-CELLS = {
-    cell.name: cell
-    for cell in (ops.LINEAR, ops.MINGRU_VANILLA, ops.MINGRU_POSITIVE, ops.MINLSTM_VANILLA, ops.MINLSTM_POSITIVE)
-}
 
 
 class DecodeStep(nn.Module):
@@ -47,14 +42,21 @@ class DecodeStep(nn.Module):
         return out.logits[:, -1], [layers[index].states[name] for index, name in self.names]
 
 
-# The two operators, at one position without padding, by the loop that defines them: unlike the chunked form it writes
+# The operators, at one position without padding, by the loop that defines them: unlike the chunked form it writes
 # into nothing, which a program may not.
 
 
 def _scan(cell, inputs, initial_state, flags, reverse, backend):
-    a, b = CELLS[cell].coefficients(*inputs)
+    a, b = BY_NAME[cell].coefficients(*inputs)
     h, state = linear_scan_loop(a, b, initial_state, None, None, reverse)
     return h.to(inputs[-1].dtype), state
+
+
+def _read_scan(cell, inputs, initial_state, flags, reverse, keeps_states, backend):
+    a, b = BY_NAME[cell].coefficients(*inputs)
+    h, state = linear_scan_loop(a, b, initial_state, None, None, reverse)
+    y = BY_NAME[cell].read(*inputs, h).to(inputs[0].dtype)
+    return y, y.new_empty(0), state
 
 
 def _longhorn(x, dt, k, q, initial_state, flags, reverse, backend):
@@ -77,7 +79,8 @@ def export_decode_step(model: RecurrentForCausalLM, batch_size: int = 1) -> Expo
     token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
     with torch.no_grad():
         program = torch.export.export(step, (token, step.initial_states))
-        own = {torch.ops.hf_recurrent.scan.default: _scan, torch.ops.hf_recurrent.longhorn.default: _longhorn}
+        ours = torch.ops.hf_recurrent
+        own = {ours.scan.default: _scan, ours.read_scan.default: _read_scan, ours.longhorn.default: _longhorn}
         program = program.run_decompositions(own)
     left = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("hf_recurrent")}
     if left:

@@ -664,9 +664,10 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
                 f"input_ids is empty, with the shape {tuple(input_ids.shape)}: a prompt has a token or more"
             )
         seen = past_key_values.get_seq_length() if is_first_iteration and past_key_values is not None else 0
-        if seen and inputs_embeds is not None:  # the whole text's, unless the mask tells that they are new
-            new_only = attention_mask is not None and attention_mask.shape[1] == seen + inputs_embeds.shape[1]
-            next_sequence_length = None if new_only else inputs_embeds.shape[1] - seen
+        if seen and inputs_embeds is not None:  # the whole text's, unless the places are of a longer one
+            places = next((x for x in (attention_mask, kwargs.get("position_ids")) if x is not None), inputs_embeds)
+            new_only = places.shape[1] == seen + inputs_embeds.shape[1]
+            next_sequence_length = inputs_embeds.shape[1] - (0 if new_only else seen)
         elif seen and next_sequence_length is None and attention_mask is not None:
             # Assisted decoding gives the whole text, also where a cache has seen a part of it.
             if attention_mask.shape[1] == input_ids.shape[1]:

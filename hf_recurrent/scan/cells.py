@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS
-from .reference import STATE_DTYPES
+from .reference import COMPLEX_STATE_DTYPES, STATE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class Cell:
 
     def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What the state is carried in where the inputs have `dtype`."""
-        dtype = STATE_DTYPES[dtype]
-        return dtype.to_complex() if self.has_complex_state else dtype
+        return (COMPLEX_STATE_DTYPES if self.has_complex_state else STATE_DTYPES)[dtype]
 
 
 def _linear(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ def short_convolution(
         silu: whether y goes through a SiLU.
 
     Returns:
-        y, (B, L, D), and the new state, (B, k - 1, D).
+        y, (B, L, D), zero at padding, and the new state, (B, k - 1, D).
     """
     dtype, taps, kernel = x.dtype, weight.shape[2], None
     batch, length, channels = x.shape
@@ -110,7 +110,7 @@ def _convolve_documents(x, weight, bias, state, mask, reset) -> tuple[Tensor, Te
         y = _convolve(inputs, weight, bias)
         done_over = _weigh(_gather(inputs, at[0][:, None], taps[at], keep[at]), weight, bias)
         y = y.index_put(at, done_over.to(y.dtype))
-    return y, last[:, 1:]
+    return (y if mask is None else torch.where(mask[..., None], y, 0)), last[:, 1:]
 
 
 def state_after(x: Tensor, taps_back: int, mask: Tensor | None, reset: Tensor | None) -> Tensor:

@@ -94,7 +94,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_y, _, grad_final):
-    tensors, (h, *optional) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    saved = ctx.saved_tensors  # once: where activations are checkpointed, a second look is an error
+    tensors, (h, *optional) = saved[: ctx.count], saved[ctx.count :]
     grad_final = grad_final.resolve_conj().resolve_neg()
     grads, grad_initial = torch.ops.hf_recurrent.read_scan_backward(
         ctx.cell, tensors, h, *optional, grad_y.resolve_neg(), grad_final, ctx.reverse, ctx.backend

@@ -73,14 +73,13 @@ def test_no_token_comes_after_cancelling(config):
     """Also not the one of the same step. An end may be given as a tensor."""
     model = causal_lm(config)
     batcher, texts = ContinuousBatcher(model), prompts(config, [4, 5])
-    first = batcher.submit(texts[0], 6)
-    end = alone(model, texts[1], 6)[3]
-    second = batcher.submit(texts[1], 6, eos_token_id=torch.tensor([end]))
+    first, second = batcher.submit(texts[0], 6), batcher.submit(texts[1], 6)
     for request, _ in batcher:
         assert not request.cancelled
         if request is first and len(second.tokens) == 2:
             batcher.cancel(second)
     assert second.cancelled and not first.cancelled and first.tokens == alone(model, texts[0], 6)
+    end = alone(model, texts[1], 6)[3]
     third = batcher.submit(texts[1], 6, eos_token_id=torch.tensor(end))
     assert [token for _, token in batcher] == third.tokens == alone(model, texts[1], 6, eos_token_id=end)
 
