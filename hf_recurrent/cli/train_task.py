@@ -23,7 +23,7 @@ examples:
     add = parser.add_argument
     add("--task", required=True, metavar="NAME", help="one of those above")
     add("--task-args", metavar="KEY=VALUE,...", help="sizes of the task (default: the paper's)")
-    add("--model-type", default="mingru", metavar="NAME", help="mingru, minlstm, longhorn, gateloop or s5")
+    add("--model-type", default="mingru", metavar="NAME", help="a family; or, to compare with, Transformers' own mamba")
     add("--hidden-size", type=number(int, 1), default=64, metavar="N", help="width")
     add("--num-hidden-layers", type=number(int, 1), default=2, metavar="N", help="layers")
     add("--config-overrides", metavar="KEY=VALUE,...", help="other fields of the family's configuration")

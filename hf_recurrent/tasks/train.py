@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +15,14 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    MambaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     get_cosine_schedule_with_warmup,
 )
 
 from ..files import write_whole
+from ..measure import machine
 from ..messages import nearest
 from ..training.model import families
 from . import TASKS, generate
@@ -28,6 +31,7 @@ from .symbols import IGNORED
 
 TOKEN_TASKS = ("selective_copying", "associative_recall", "memory_horizon", "induction_heads")
 PREDEFINED = {field.name for field in dataclasses.fields(PreTrainedConfig)}  # of no family's own
+PEERS = {"mamba": MambaConfig}  # Transformers' own models, to compare with on tasks of tokens
 TRAINABLE = (*TOKEN_TASKS, "listops")  # the others are read as numbers, which S5 alone takes
 
 
@@ -37,7 +41,7 @@ class TaskTraining:
     Args:
         task: one of TRAINABLE.
         sizes: arguments of the task's function.
-        model_type: a family.
+        model_type: a family; on tasks of tokens also one of PEERS.
         config: fields of its configuration; the vocabulary is the task's.
         max_steps, batch_size, learning_rate, weight_decay: of AdamW, with a warm-up over a tenth of the steps, then
             half a cosine; gradients are clipped to the norm 1.
@@ -60,8 +64,9 @@ class TaskTraining:
     def __post_init__(self):
         if self.task not in TRAINABLE:
             raise ValueError(f"--task {self.task}: cannot be trained on here{nearest(self.task, TRAINABLE)}")
-        if self.model_type not in families():
-            raise ValueError(f"--model-type {self.model_type}: no such family{nearest(self.model_type, families())}")
+        configs = families() | (PEERS if self.task in TOKEN_TASKS else {})
+        if self.model_type not in configs:
+            raise ValueError(f"--model-type {self.model_type}: no such family{nearest(self.model_type, configs)}")
         generate(self.task, 1, **self.sizes)  # what does not fit is refused before any work
 
     def create_model(self) -> PreTrainedModel:
@@ -77,7 +82,7 @@ class TaskTraining:
             fields = {"vocab_size": max(sizes["numbers"] + 1, sizes["modulo"])}
         else:
             fields = {"vocab_size": sizes["vocab_size"]}
-        config_class = families()[self.model_type]
+        config_class = (families() | PEERS)[self.model_type]
         valid = {field.name for field in dataclasses.fields(config_class)} - {"vocab_size", *PREDEFINED}
         for name in self.config:
             if name not in valid:
@@ -97,7 +102,8 @@ def answers(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tensor, T
         outputs = model(**batch, use_cache=False)
         return outputs.loss, outputs.logits.argmax(-1), batch["labels"]
     wanted = batch["labels"] != IGNORED
-    logits = model(batch["input_ids"], logits_to_keep=wanted, use_cache=False).logits
+    hidden_states = model.base_model(batch["input_ids"], use_cache=False).last_hidden_state
+    logits = model.get_output_embeddings()(hidden_states[wanted])  # of these alone: most places have no label
     labels = batch["labels"][wanted]
     return torch.nn.functional.cross_entropy(logits.float(), labels), logits.argmax(-1), labels
 
@@ -119,6 +125,16 @@ def accuracy(model: PreTrainedModel, examples: dict[str, np.ndarray], batch_size
     return right / total
 
 
+def _groups(model: PreTrainedModel, training: TaskTraining) -> list[dict]:
+    if hasattr(model, "parameter_groups"):
+        return model.parameter_groups(training.learning_rate, training.weight_decay)
+    parameters = list(model.parameters())  # a peer's: matrices decay, as ours do
+    return [
+        {"params": [p for p in parameters if (p.ndim >= 2) is matrices], "lr": training.learning_rate, **decay}
+        for matrices, decay in ((True, {"weight_decay": training.weight_decay}), (False, {"weight_decay": 0.0}))
+    ]
+
+
 def train_task(
     training: TaskTraining,
     output: Path | None = None,
@@ -133,16 +149,16 @@ def train_task(
         progress: is told each step's number and loss, and the accuracy where it was measured.
 
     Returns:
-        The training's arguments, "parameters", "accuracy", the last one, and "curve": for each measurement step, loss
-        (the mean since the one before) and accuracy.
+        The training's arguments, "parameters", "accuracy", the last one, "curve": for each measurement step, loss
+        (the mean since the one before) and accuracy; "seconds", of all of it, "device" and "machine".
 
     Raises:
         ValueError: what `TaskTraining.create_model` raises.
         FloatingPointError: the loss is not finite.
     """
+    started = time.perf_counter()
     model = training.create_model().to(device).train()
-    groups = model.parameter_groups(training.learning_rate, training.weight_decay)
-    optimizer = torch.optim.AdamW(groups)
+    optimizer = torch.optim.AdamW(_groups(model, training))
     schedule = get_cosine_schedule_with_warmup(optimizer, max(1, training.max_steps // 10), training.max_steps)
     held_out = generate(training.task, training.eval_examples, training.seed, "validation", **training.sizes)
     every, curve, losses = max(1, training.max_steps // training.evaluations), [], []
@@ -164,7 +180,15 @@ def train_task(
             curve.append({"step": step, "loss": float(np.mean(losses)), "accuracy": measured})
             losses = []
         progress(step, loss.item(), measured)
-    result = {**vars(training), "parameters": model.num_parameters(), "accuracy": curve[-1]["accuracy"], "curve": curve}
+    result = {
+        **vars(training),
+        "parameters": model.num_parameters(),
+        "accuracy": curve[-1]["accuracy"],
+        "curve": curve,
+        "seconds": round(time.perf_counter() - started, 1),
+        "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu",
+        "machine": machine(("torch", "transformers")),
+    }
     if output is not None:
         model.eval().save_pretrained(output)
         write_whole(output / "task.json", json.dumps(result, indent=2) + "\n")

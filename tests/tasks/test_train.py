@@ -47,6 +47,16 @@ def test_the_command_learns_selective_copying(tmp_path, capsys):
     assert "holds an earlier run; --overwrite replaces it" in capsys.readouterr().err
 
 
+def test_a_peer_is_trained_alike():
+    config = {"hidden_size": 16, "num_hidden_layers": 1}
+    training = TaskTraining(
+        "induction_heads", SMALL["induction_heads"], "mamba", config, 2, 4, weight_decay=0.1, eval_examples=4
+    )
+    result = train_task(training)
+    assert result["model_type"] == "mamba" and [row["step"] for row in result["curve"]] == [1, 2]
+    assert result["seconds"] > 0 and result["device"] == "cpu" and result["machine"]["date"]
+
+
 def test_listops_has_a_classifier(tmp_path):
     training = TaskTraining("listops", SMALL["listops"], "longhorn", max_steps=2, batch_size=4, eval_examples=4)
     train_task(training, tmp_path)
@@ -59,6 +69,7 @@ def test_listops_has_a_classifier(tmp_path):
         (["--task", "listop"], "--task listop: cannot be trained on here; the nearest valid one is listops"),
         (["--task", "pendulum"], "--task pendulum: cannot be trained on here"),
         (["--task", "listops", "--model-type", "mamba"], "--model-type mamba: no such family"),
+        (["--task", "memory_horizon", "--model-type", "mambo"], "no such family; the nearest valid one is mamba"),
         (["--task", "listops", "--task-args", "depth=3"], "listops has no argument 'depth'"),
         (["--task", "listops", "--task-args", "shortest"], "--task-args: expected key=value"),
         (["--task", "listops", "--config-overrides", "vocab_size=3"], "vocab_size is not a field"),
