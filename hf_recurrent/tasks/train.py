@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from ..files import write_whole
+from ..hub.code import write_code
 from ..measure import machine
 from ..messages import nearest
 from ..training.model import families
@@ -191,5 +192,7 @@ def train_task(
     }
     if output is not None:
         model.eval().save_pretrained(output)
+        if training.model_type not in PEERS:
+            write_code(output, type(model.config))
         write_whole(output / "task.json", json.dumps(result, indent=2) + "\n")
     return result

@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import lm_eval
@@ -82,6 +85,30 @@ def test_the_command_gives_what_hf_gives(folder, tasks, tmp_path, capsys):
     assert set(entries) == set(names) and entries[names[1]]["dataset"]["args"] == {"num_few_shot": 2}
     (metric,) = entries[names[1]]["metrics"]
     assert metric["type"] == "acc" and metric["value"] == ours["results"][names[1]]["acc,none"]
+
+
+@needs_blimp
+def test_lm_eval_alone_loads_a_trained_model(tasks, tmp_path, capsys):
+    """In a process where nobody imports hf_recurrent but the folder's own code."""
+    corpus, run_folder = tmp_path / "corpus.txt", tmp_path / "run"
+    corpus.write_text("The cat sat on the mat.\n" * 400)
+    flags = ["--data-files", str(corpus), "--tokenizer", "bytes", "--hidden-size", "16", "--num-hidden-layers", "1"]
+    flags += ["--sequence-length", "32", "--max-steps", "2", "--output-dir", str(run_folder), "--cpu"]
+    assert cli.main(["train", *flags]) == 0
+    name = "blimp_local_causative"
+    assert run(run_folder, tasks, "--tasks", name, "--limit", "20", "--output", str(tmp_path / "ours")) == 0
+    ours = json.loads((tmp_path / "ours" / "lm-eval.json").read_text())["results"][name]["acc,none"]
+
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--tasks", name, "--limit", "20", "--device", "cpu"]
+    command += ["--model_args", f"pretrained={run_folder},trust_remote_code=True", "--include_path", str(tasks)]
+    command += ["--output_path", str(tmp_path / "theirs")]
+    caches = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_DATASETS_CACHE": str(tmp_path / "data")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | caches | {"HF_HUB_OFFLINE": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "theirs").rglob("results_*.json")
+    assert json.loads(file.read_text())["results"][name]["acc,none"] == ours
 
 
 @needs_blimp
