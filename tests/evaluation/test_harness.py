@@ -188,6 +188,15 @@ def test_what_is_not_there(folder, tasks, tmp_path, capsys, monkeypatch):
     (tasks / "e.yaml").write_text(empty + "target_delimiter: ''\n")
     assert "task e_causative: a choice is empty" in error("--tasks", "e_causative", "--limit", "3")
 
+    rows = [{"q": "who", "c": ["the cat", "" if number == 2 else "the dog"]} for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    later = {"task": "later", "doc_to_text": "{{q}}", "doc_to_choice": "{{c}}", "doc_to_target": 0}
+    later |= {"dataset_path": "json", "dataset_kwargs": {"data_files": str(tmp_path / "rows.jsonl")}}
+    later |= {"output_type": "multiple_choice", "validation_split": "train", "metric_list": [{"metric": "acc"}]}
+    (tasks / "later.yaml").write_text(yaml.safe_dump(later))
+    assert "document 2 of task later: choice 1 is empty" in error("--tasks", "later")
+    assert run(folder, tasks, "--tasks", "later", "--limit", "2") == 0
+
     monkeypatch.setattr("hf_recurrent.hub.access.why_unreachable", lambda: "no network")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
