@@ -12,8 +12,8 @@ def _parser() -> Parser:
         usage="hf-recurrent train --task NAME [--flags]",
         description="""\
 Trains a new model on a task that is generated from a seed, fresh examples at every step, and prints the share of right
-answers on others: selective_copying, associative_recall, memory_horizon, induction_heads, listops, or by S5 pendulum
-(the mean squared error) and tones (at half the sampling rate, too).""",
+answers on others: selective_copying, associative_recall, memory_horizon, induction_heads, listops, or by S5 pathfinder,
+pendulum (the mean squared error) and tones (at half the sampling rate, too).""",
         epilog="""\
 examples:
   hf-recurrent train --task selective_copying --task-args length=256 --num-hidden-layers 3

@@ -24,6 +24,7 @@ TITLES = {
     "listops": "ListOps",
     "pendulum": "Pendulum, seen at irregular times",
     "tones": "Tones, at two sampling rates",
+    "pathfinder": "Pathfinder",
 }
 # What makes two runs the same but for their seed.
 SETTINGS = (

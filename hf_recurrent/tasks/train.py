@@ -34,7 +34,7 @@ from .symbols import IGNORED
 TOKEN_TASKS = ("selective_copying", "associative_recall", "memory_horizon", "induction_heads")
 PREDEFINED = {field.name for field in dataclasses.fields(PreTrainedConfig)}  # of no family's own
 PEERS = {"mamba": MambaConfig}  # Transformers' own models, to compare with on tasks of tokens
-SIGNAL_TASKS = ("pendulum", "tones")  # are read as numbers, which S5 alone takes
+SIGNAL_TASKS = ("pendulum", "tones", "pathfinder")  # are read as numbers, which S5 alone takes
 TRAINABLE = (*TOKEN_TASKS, "listops", *SIGNAL_TASKS)
 
 
@@ -112,6 +112,8 @@ class TaskTraining:
             return AutoModelForTokenClassification, {"input_size": sizes["size"] ** 2, **numbers}
         if self.task == "tones":
             return AutoModelForSequenceClassification, {"input_size": 1, "num_labels": sizes["classes"]}
+        if self.task == "pathfinder":
+            return AutoModelForSequenceClassification, {"input_size": 1, "num_labels": 2}
         if self.task == "listops":
             fields = {"vocab_size": len(VOCABULARY), "num_labels": 10, "pad_token_id": 0}
             return AutoModelForSequenceClassification, fields
