@@ -44,7 +44,7 @@ def test_the_command_learns_selective_copying(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "step 250: loss" in said and "Written: the model and task.json" in said
     result = json.loads((tmp_path / "run" / "task.json").read_text())
-    assert result["accuracy"] > 0.5  # a guess is right once in four times
+    assert result["accuracy"] > 0.99  # a guess is right once in four times
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     held_out = generate("selective_copying", 200, 0, "validation", length=8, data_tokens=2, vocab_size=6)
     assert measure(model, held_out, 64) == pytest.approx(result["accuracy"])
