@@ -237,7 +237,7 @@ def train_task(
         training.metric: curve[-1][training.metric],
         "curve": curve,
         **({"half_rate": at_half_rate(model, training)} if training.task == "tones" else {}),
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds": round(time.perf_counter() - started, 3),
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu",
         "machine": machine(("torch", "transformers")),
     }
