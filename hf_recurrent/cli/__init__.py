@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "pretrain a model on text, or continue with one",
     "generate": "continue a prompt",
     "plot": "curves of several runs",
+    "report": "runs in one page, beside the papers' figures",
     "evaluate": "lm-eval's tasks, or perplexity of a text by position",
     "convert": "checkpoints of the papers' own codes to ours and back",
     "bench": "time the scans against this machine's memory",
@@ -50,6 +51,7 @@ examples:
   hf-recurrent bench
   hf-recurrent push runs/mingru me/mingru
   hf-recurrent plot runs/mingru runs/longhorn
+  hf-recurrent report runs
   hf-recurrent info
 """
 

@@ -39,6 +39,7 @@ def run(argv: list[str]) -> int:
 
     from ..evaluation import measure_perplexity
     from ..evaluation.perplexity import save
+    from ..hub.card import run_facts
     from ..training.report import table
     from ..training.sources import expand, file_documents
     from ..training.tokens import pieces
@@ -68,6 +69,7 @@ def run(argv: list[str]) -> int:
     print(table(rows))
     print(f"{whole['bits_per_byte']:.4f} bits per byte, over {counted(text_bytes, 'byte')}")
     if args.output is not None:
-        save(result, Path(args.output), f"{Path(args.model).name} on {counted(text_bytes, 'byte')} of text")
+        title = f"{Path(args.model).name} on {counted(text_bytes, 'byte')} of text"
+        save(result, Path(args.output), title, run_facts(Path(args.model))[0].get("sequence_length"))
         print(f"Written: perplexity.json and perplexity.png in {args.output}")
     return 0

@@ -12,18 +12,24 @@ def _parser() -> Parser:
         usage="hf-recurrent train --task NAME [--flags]",
         description="""\
 Trains a new model on a task that is generated from a seed, fresh examples at every step, and prints the share of right
-answers on others: selective_copying, associative_recall, memory_horizon, induction_heads or listops.""",
+answers on others: selective_copying, associative_recall, memory_horizon, induction_heads, listops, or by S5 pathfinder,
+pendulum (the mean squared error) and tones (at half the sampling rate, too).""",
         epilog="""\
 examples:
   hf-recurrent train --task selective_copying --task-args length=256 --num-hidden-layers 3
   hf-recurrent train --task associative_recall --task-args length=64,pairs=4,vocab_size=64 --model-type longhorn
   hf-recurrent train --task listops --task-args shortest=20,longest=100 --output-dir runs/listops
+  hf-recurrent train --task tones --task-args rate=4000,seconds=0.5 --learning-rate 1e-3
 """,
     )
     add = parser.add_argument
     add("--task", required=True, metavar="NAME", help="one of those above")
     add("--task-args", metavar="KEY=VALUE,...", help="sizes of the task (default: the paper's)")
-    add("--model-type", default="mingru", metavar="NAME", help="mingru, minlstm, longhorn, gateloop or s5")
+    add(
+        "--model-type",
+        metavar="NAME",
+        help="mingru (the default), minlstm, longhorn, gateloop or s5; to compare with, Transformers' own mamba",
+    )
     add("--hidden-size", type=number(int, 1), default=64, metavar="N", help="width")
     add("--num-hidden-layers", type=number(int, 1), default=2, metavar="N", help="layers")
     add("--config-overrides", metavar="KEY=VALUE,...", help="other fields of the family's configuration")
@@ -37,6 +43,10 @@ examples:
     add("--overwrite", action="store_true", help="even where an earlier run is in that folder")
     add("--cpu", action="store_true", help="train on the CPU even where there is a GPU")
     return parser
+
+
+def _said(metric: str, value: float) -> str:
+    return f"accuracy {value:.2%}" if metric == "accuracy" else f"mean squared error {value:.5f}"
 
 
 def run(argv: list[str]) -> int:
@@ -67,14 +77,21 @@ def run(argv: list[str]) -> int:
     device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
     with tqdm(total=args.max_steps, unit=" steps", disable=None, leave=False) as bar:
 
-        def progress(step: int, loss: float, accuracy: float | None) -> None:
+        def progress(step: int, loss: float, measured: float | None) -> None:
             bar.update()
             bar.set_postfix(loss=f"{loss:.3f}")
-            if accuracy is not None:
-                tqdm.write(f"step {step:,}: loss {loss:.4f}, accuracy {accuracy:.2%}")
+            if measured is not None:
+                tqdm.write(f"step {step:,}: loss {loss:.4f}, {_said(training.metric, measured)}")
 
         result = train_task(training, output, device, progress)
-    print(f"{args.task}, {args.model_type} of {result['parameters']:,} parameters: accuracy {result['accuracy']:.2%}")
+    of = f"{training.task}, {training.model_type} of {result['parameters']:,} parameters"
+    print(f"{of}: {_said(training.metric, result[training.metric])}")
+    if "half_rate" in result:
+        zero_shot = result["half_rate"]
+        print(
+            f"at half the sampling rate, untrained: {_said('accuracy', zero_shot['accuracy'])}; "
+            f"without step_rescale {zero_shot['accuracy_without_rescaling']:.2%}"
+        )
     if output is not None:
         print(f"Written: the model and task.json in {output}")
     return 0

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..files import replacing_folder, saving
+from ..hub.code import write_code
 from ..messages import counted
 from .checkpoint import Checkpoint, Refused
 from .common import (
@@ -77,6 +78,7 @@ def to_ours(
                 text = json.dumps(index, indent=2, sort_keys=True)
                 (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
             config.save_pretrained(folder)
+            write_code(folder, type(config))
             if model.can_generate():
                 GenerationConfig.from_model_config(config).save_pretrained(folder)
             if tokens is not None:

@@ -2,7 +2,9 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import os
 import sys
 import traceback
@@ -124,6 +126,25 @@ def _why_not_loaded(error: Exception) -> str:
     return f"{what}: its dataset {path} cannot be loaded: {reason}; looked for {looked[0]}, {looked[1]}"
 
 
+def _check_choices(tasks: Sequence[Task | Group], limit: float | None) -> None:
+    """lm-eval looks at the first document's choices alone, and what is put before a choice hides that it is empty.
+
+    Raises:
+        ValueError: one is, in a document that is evaluated.
+    """
+    for task in (one for item in tasks for one in (item.get_all_tasks() if isinstance(item, Group) else [item])):
+        # With several contexts, the choices stand in these.
+        if getattr(task.config, "output_type", None) != "multiple_choice" or getattr(task, "multiple_input", 0):
+            continue
+        documents = task.eval_docs
+        number = len(documents) if limit is None else math.ceil(len(documents) * limit) if limit < 1 else int(limit)
+        for index, document in enumerate(itertools.islice(documents, number)):
+            choices = task.doc_to_choice(document)
+            if "" in choices:
+                where = f"document {index} of task {task.config.task}"
+                raise ValueError(f"{where}: choice {choices.index('')} is empty, there is nothing to predict")
+
+
 def fingerprint(lm: RecurrentLM) -> str:
     """Equal for models and settings whose results are the same."""
     digest = hashlib.blake2b(digest_size=8)
@@ -165,6 +186,7 @@ def evaluate(
     Raises:
         ValueError: what lm-eval or the model refuses.
     """
+    _check_choices(tasks, limit)
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # a fork of a process with threads may hang
     cache = None if output is None else str(output / f".lm-eval-{fingerprint(lm)}")
     try:

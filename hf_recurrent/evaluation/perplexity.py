@@ -108,9 +108,14 @@ def measure_perplexity(
     return result
 
 
-def save(result: Perplexity, folder: Path, title: str) -> None:
-    """Writes perplexity.json and perplexity.png into `folder`, which exists."""
-    write_whole(folder / "perplexity.json", json.dumps(result.as_dict(), indent=2) + "\n")
+def save(result: Perplexity, folder: Path, title: str, sequence_length: int | None = None) -> None:
+    """Writes perplexity.json and perplexity.png into `folder`, which exists.
+
+    Args:
+        sequence_length: tokens in a row when the model was trained, where it is known: for `hf-recurrent report`.
+    """
+    content = result.as_dict() | ({} if sequence_length is None else {"sequence_length": sequence_length})
+    write_whole(folder / "perplexity.json", json.dumps(content, indent=2) + "\n")
     with replacing(folder / "perplexity.png") as path:
         _plot(result, title, path)
 

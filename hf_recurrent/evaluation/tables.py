@@ -6,7 +6,10 @@ import math
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-# Column, task, metric, as in the Longhorn paper (https://arxiv.org/abs/2407.14207).
+# Column, task, metric. The tasks are those of the Longhorn paper (https://arxiv.org/abs/2407.14207). Its authors' code
+# (https://github.com/Cranial-XIX/longhorn) trains only, so the metrics are those that are usual for linear recurrences:
+# per character (acc_norm) where the choices are phrases of different lengths and questions are hard, else acc, which is
+# all that lm-eval has for WinoGrande, SIQA and BoolQ. Both are in lm-eval.json.
 PAPER_TASKS = (
     ("PIQA acc", "piqa", "acc"),
     ("Hella acc_n", "hellaswag", "acc_norm"),

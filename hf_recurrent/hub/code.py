@@ -1,6 +1,8 @@
 """The Python file that a repository of a model carries, for Transformers' `trust_remote_code=True`."""
 
 import inspect
+import json
+from pathlib import Path
 
 import hf_recurrent
 
@@ -12,6 +14,7 @@ REPLACED = {"hf_recurrent.scan": "hf_recurrent.scan.plain"}
 # What ties a class to this package; the methods of Transformers' own classes take their place.
 OMITTED = {
     ("RecurrentConfig", "register_for_auto_class"),
+    ("RecurrentConfig", "to_dict"),
     ("RecurrentPreTrainedModel", "register_for_auto_class"),
     ("RecurrentPreTrainedModel", "push_to_hub"),
 }
@@ -60,6 +63,23 @@ def shim(config_class: type) -> str:
     return SHIM.format(
         names="".join(f"    {name},\n" for name in names), quoted="".join(f'    "{name}",\n' for name in names)
     )
+
+
+def add_to_json(path: Path, **fields) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(content | fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_code(folder: Path, config_class: type, code: str = "shim") -> None:
+    """Write the module by which `trust_remote_code=True` loads the model in `folder`, also where nobody has imported
+    this package, and name it in the config.json that is there.
+
+    Args:
+        code: "shim", which takes the classes from the installed package, or "standalone".
+    """
+    text = shim(config_class) if code == "shim" else standalone(config_class)
+    (folder / f"{module_name(config_class)}.py").write_text(text, encoding="utf-8")
+    add_to_json(folder / "config.json", auto_map=auto_map(config_class))
 
 
 def standalone(config_class: type) -> str:

@@ -1,7 +1,6 @@
 """A folder with all that a repository of a model holds, made from a model or from the folder of one."""
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import hf_recurrent
 
 from ..files import UNFINISHED, existing, replacing_folder, saving
 from ..training.model import check_folder, load_model
-from .code import auto_map, module_name, shim, standalone, standalone_image_processor
+from .code import add_to_json, module_name, standalone_image_processor, write_code
 
 MAX_SHARD_SIZE = "5GB"
 CODE = ("shim", "standalone")
@@ -86,9 +85,7 @@ def stage(
                 shutil.copyfile(file, folder / file.name)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        text = shim(config_class) if code == "shim" else standalone(config_class)
-        (folder / f"{module_name(config_class)}.py").write_text(text, encoding="utf-8")
-        _add_to_json(folder / "config.json", auto_map=auto_map(config_class))
+        write_code(folder, config_class, code)
         processor = folder / "preprocessor_config.json"
         if processor.is_file():
             module = module_name(config_class)
@@ -96,12 +93,7 @@ def stage(
                 module = "image_processing_longhorn"
                 (folder / f"{module}.py").write_text(standalone_image_processor(), encoding="utf-8")
             reference = f"{module}.{hf_recurrent.LonghornImageProcessor.__name__}"
-            _add_to_json(processor, auto_map={"AutoImageProcessor": {"pil": reference}})
-
-
-def _add_to_json(path: Path, **fields) -> None:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(content | fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            add_to_json(processor, auto_map={"AutoImageProcessor": {"pil": reference}})
 
 
 @contextlib.contextmanager

@@ -134,6 +134,12 @@ class RecurrentConfig(PreTrainedConfig):
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Nothing, as for the models (`RecurrentPreTrainedModel.register_for_auto_class`)."""
 
+    def to_dict(self) -> dict:
+        """Without the "auto_map" of the folder that it is from: the file that it names is in that folder alone."""
+        fields = super().to_dict()
+        fields.pop("auto_map", None)
+        return fields
+
     @classmethod
     def from_preset(cls, name: str, **overrides):
         """The configuration called `name` in `presets`, with `overrides` in place of its fields.

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..messages import nearest
 from .listops import listops
+from .pathfinder import pathfinder
 from .signals import digits, pendulum, tones
 from .symbols import associative_recall, induction_heads, memory_horizon, selective_copying
 
@@ -28,6 +29,7 @@ TASKS: dict[str, Callable[..., dict[str, np.ndarray]]] = {
     "listops": listops,
     "pendulum": pendulum,
     "tones": tones,
+    "pathfinder": pathfinder,
 }
 SPLITS = ("train", "validation", "test")
 

@@ -55,10 +55,16 @@ def read_runs(paths: list[str]) -> dict[str, list[dict]]:
         if folder.resolve() in runs:
             raise ValueError(f"{path} is given twice")
         runs[folder.resolve()] = lines
-    depth = 1
-    while len({folder.parts[-depth:] for folder in runs}) < len(runs):
+    names = short_names(list(runs))
+    return {names[folder]: lines for folder, lines in runs.items()}
+
+
+def short_names(folders: list[Path]) -> dict[Path, str]:
+    """Different folders by the shortest ends of their paths that tell them apart."""
+    parts, depth = [folder.resolve().parts for folder in folders], 1
+    while len({part[-depth:] for part in parts}) < len(parts):
         depth += 1
-    return {"/".join(folder.parts[-depth:]): lines for folder, lines in runs.items()}
+    return {folder: "/".join(part[-depth:]) for folder, part in zip(folders, parts, strict=True)}
 
 
 def points(lines: list[dict], x: str, y: str) -> np.ndarray:
@@ -80,6 +86,12 @@ def plot_runs(
 
     figure = Figure(figsize=(9, 1 + 3.4 * len(quantities)), layout="constrained")
     FigureCanvasAgg(figure)
+    draw_runs(figure, runs, quantities, x, logarithmic=logarithmic)
+    figure.savefig(path, dpi=150, format=path.suffix.lower().lstrip("."))
+
+
+def draw_runs(figure, runs: dict[str, list[dict]], quantities: list[str], x: str, *, logarithmic: bool = False) -> None:
+    """What `plot_runs` draws, on a figure of matplotlib."""
     rows = figure.subplots(len(quantities), sharex=True, squeeze=False)[:, 0]
     for axes, name in zip(rows, quantities, strict=True):
         for number, (run, lines) in enumerate(runs.items()):
@@ -100,7 +112,6 @@ def plot_runs(
         axes.margins(x=0.01)
     rows[-1].set_xlabel(LABELS[x])
     rows[0].legend(frameon=False)
-    figure.savefig(path, dpi=150, format=path.suffix.lower().lstrip("."))
 
 
 def check_quantities(runs: dict[str, list[dict]], quantities: list[str]) -> None:

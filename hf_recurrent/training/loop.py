@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import saving, write_whole
+from ..hub.code import write_code
 from ..messages import counted, first_line
 from ..modeling.model import IGNORED
 from . import checkpoints, costs, distributed
@@ -484,6 +485,7 @@ class Run:
             model = self.accelerator.unwrap_model(self.model)
             with self.folder.publish() as temporary:
                 model.save_pretrained(temporary, state_dict=state_dict)
+                write_code(temporary, type(model.config))
                 self.tokenizer.save_pretrained(temporary)
             self.folder.kept()
         self.accelerator.wait_for_everyone()

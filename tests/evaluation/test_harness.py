@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import lm_eval
@@ -85,6 +88,30 @@ def test_the_command_gives_what_hf_gives(folder, tasks, tmp_path, capsys):
 
 
 @needs_blimp
+def test_lm_eval_alone_loads_a_trained_model(tasks, tmp_path, capsys):
+    """In a process where nobody imports hf_recurrent but the folder's own code."""
+    corpus, run_folder = tmp_path / "corpus.txt", tmp_path / "run"
+    corpus.write_text("The cat sat on the mat.\n" * 400)
+    flags = ["--data-files", str(corpus), "--tokenizer", "bytes", "--hidden-size", "16", "--num-hidden-layers", "1"]
+    flags += ["--sequence-length", "32", "--max-steps", "2", "--output-dir", str(run_folder), "--cpu"]
+    assert cli.main(["train", *flags]) == 0
+    name = "blimp_local_causative"
+    assert run(run_folder, tasks, "--tasks", name, "--limit", "20", "--output", str(tmp_path / "ours")) == 0
+    ours = json.loads((tmp_path / "ours" / "lm-eval.json").read_text())["results"][name]["acc,none"]
+
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--tasks", name, "--limit", "20", "--device", "cpu"]
+    command += ["--model_args", f"pretrained={run_folder},trust_remote_code=True", "--include_path", str(tasks)]
+    command += ["--output_path", str(tmp_path / "theirs")]
+    caches = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_DATASETS_CACHE": str(tmp_path / "data")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | caches | {"HF_HUB_OFFLINE": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "theirs").rglob("results_*.json")
+    assert json.loads(file.read_text())["results"][name]["acc,none"] == ours
+
+
+@needs_blimp
 def test_an_interrupted_evaluation_goes_on(folder, tasks, tmp_path, capsys, monkeypatch):
     flags = ["--tasks", "blimp_local_causative", "--limit", "40", "--batch-size", "8"]
     flags += ["--output", str(tmp_path / "out")]
@@ -160,6 +187,15 @@ def test_what_is_not_there(folder, tasks, tmp_path, capsys, monkeypatch):
     empty = empty.replace("blimp_letters_", "e_")
     (tasks / "e.yaml").write_text(empty + "target_delimiter: ''\n")
     assert "task e_causative: a choice is empty" in error("--tasks", "e_causative", "--limit", "3")
+
+    rows = [{"q": "who", "c": ["the cat", "" if number == 2 else "the dog"]} for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    later = {"task": "later", "doc_to_text": "{{q}}", "doc_to_choice": "{{c}}", "doc_to_target": 0}
+    later |= {"dataset_path": "json", "dataset_kwargs": {"data_files": str(tmp_path / "rows.jsonl")}}
+    later |= {"output_type": "multiple_choice", "validation_split": "train", "metric_list": [{"metric": "acc"}]}
+    (tasks / "later.yaml").write_text(yaml.safe_dump(later))
+    assert "document 2 of task later: choice 1 is empty" in error("--tasks", "later")
+    assert run(folder, tasks, "--tasks", "later", "--limit", "2") == 0
 
     monkeypatch.setattr("hf_recurrent.hub.access.why_unreachable", lambda: "no network")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

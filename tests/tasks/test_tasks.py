@@ -17,6 +17,7 @@ SMALL = {
     "induction_heads": {"length": 20},
     "listops": {"shortest": 20, "longest": 60},
     "pendulum": {"steps": 7, "grid": 20},
+    "pathfinder": {"size": 24, "length": 9, "distractors": 2},
     "tones": {"rate": 3000, "seconds": 0.5},
 }
 
@@ -159,6 +160,29 @@ def test_a_pendulum_that_nothing_disturbs_keeps_its_energy():
     assert np.ptp(energy, axis=1).max() < 2.5
 
 
+def test_pathfinder():
+    """Solved by the picture alone: dots are thicker than lines, and gaps of a path are narrower than between paths."""
+    made = generate("pathfinder", 60)
+    assert made["input_features"].shape == (60, 1024, 1) and 15 < made["labels"].sum() < 45
+    for features, label in zip(made["input_features"], made["labels"], strict=True):
+        picture = features.reshape(32, 32)
+        lit = np.argwhere(picture > 0.25)
+        distances = np.hypot(*(lit[:, None] - lit[None]).transpose(2, 0, 1))
+        part = np.arange(len(lit))
+        for _ in range(len(lit)):  # the least number among the neighbours, until nothing changes
+            least = np.where(distances < 2.45, part, len(lit)).min(axis=1)
+            if (least == part).all():
+                break
+            part = least
+        squares = np.lib.stride_tricks.sliding_window_view(picture, (2, 2)).min(axis=(2, 3))
+        thick = np.argwhere(squares > 0.55)  # the upper left corner of four bright pixels
+        groups = np.array([part[np.flatnonzero((lit == place).all(axis=1))[0]] for place in thick])
+        far = np.hypot(*(thick[:, None] - thick[None]).transpose(2, 0, 1)).max()
+        assert far > 3 and (len(set(groups)) == 1) == bool(label)
+    many = generate("pathfinder", 300, size=24, length=8, distractors=0)["labels"]
+    assert 100 < many.sum() < 200
+
+
 def test_tones():
     full, half = (generate("tones", 30, seed=5, decimation=by, noise=0.0) for by in (1, 2))
     assert full["input_features"].shape == (30, 16000, 1) and half["input_features"].shape == (30, 8000, 1)
@@ -195,6 +219,8 @@ def test_tones():
         (lambda: generate("listops", 1, max_depth=1), "max_depth and max_arguments must be at least 2"),
         (lambda: generate("listops", 1, max_depth=2), "shortest must be at most 12 for max_depth = 2, got 500"),
         (lambda: generate("pendulum", 1, steps=101), "steps must be between 1 and grid = 100, got 101"),
+        (lambda: generate("pathfinder", 1, length=20), "length must be between 6 and size . 2 - 2 = 14, got 20"),
+        (lambda: generate("pathfinder", 1, distractors=-1), "distractors must be at least 0, got -1"),
         (lambda: generate("tones", 1, classes=1), "classes must be at least 2"),
         (lambda: generate("tones", 1, decimation=8), "rate / decimation must be at least 2400"),
     ],

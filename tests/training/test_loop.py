@@ -85,6 +85,7 @@ def test_the_default_corpus_from_end_to_end(tmp_path, capsys):
         "loss.png",
         "metrics.jsonl",
         "model.safetensors",
+        "modeling_mingru.py",
         "tokenizer.json",
         "tokenizer_config.json",
         "train.yaml",
