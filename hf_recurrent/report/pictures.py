@@ -169,7 +169,10 @@ def learned_transitions(folder: Path, sizes: dict, length: int = 128) -> tuple[l
     try:
         with torch.inference_mode():
             model(input_ids, use_cache=False)
-            magnitudes = [mixer.transitions(x, torch.float32)[0].abs().flatten(1).numpy() for mixer, x in seen]
+            magnitudes = [
+                mixer.transitions(mixer.transition_inputs(x), torch.float32)[0].abs().flatten(1).numpy()
+                for mixer, x in seen
+            ]
     finally:
         for hook in hooks:
             hook.remove()
