@@ -22,6 +22,8 @@ examples:
   python examples/assisted_generation.py --data books.txt --model-type longhorn --minutes 60 --mixed-precision bf16
 """
 
+HELD_OUT = 0.005  # of the text, at its end
+
 
 def trained(
     folder: Path, layers: int, hidden_size: int, minutes: float, args: argparse.Namespace
@@ -30,7 +32,12 @@ def trained(
     if not (folder / "config.json").is_file():
         train(
             ModelArguments(model_type=args.model_type, hidden_size=hidden_size, num_hidden_layers=layers),
-            DataArguments(data_files=[str(args.data)], tokenizer="bytes", sequence_length=args.sequence_length),
+            DataArguments(
+                data_files=[str(args.data)],
+                tokenizer="bytes",
+                sequence_length=args.sequence_length,
+                validation_share=HELD_OUT,
+            ),
             TrainArguments(
                 output_dir=str(folder),
                 overwrite=True,
@@ -114,7 +121,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.output / "model")
     ids = tokenizer(args.data.read_text(encoding="utf-8"), return_tensors="pt", add_special_tokens=False)["input_ids"]
     # From the end of the text, which is validated on.
-    places = torch.linspace(0.95 * ids.shape[1], ids.shape[1] - 128, args.prompts).long().clamp(min=0)
+    places = torch.linspace((1 - HELD_OUT) * ids.shape[1], ids.shape[1] - 128, args.prompts).long().clamp(min=0)
     prompts = [ids[:, place : place + 128] for place in places]
     measure(model, assistant, prompts[:1], 10)  # compiles kernels, and warms up
     result = measure(model, assistant, prompts, args.new_tokens)

@@ -215,8 +215,9 @@ class RecurrentCache(Cache):
         """From now on `crop` can take tokens back.
 
         Args:
-            window: tokens that are to be kept for that. Calls that lie wholly before them are forgotten, so the memory
-                that recording takes is bounded. Without it all that was fed since the last `crop` can be taken back.
+            window: tokens that are to be kept for that. The rest is forgotten: never more than the inputs of twice as
+                many tokens are held, whatever is fed. (A call of more tokens than the window takes a second pass of
+                the mixers for it.) Without it all that was fed since the last `crop` can be taken back.
 
         Raises:
             ValueError: a window below 1.

@@ -18,6 +18,7 @@ class MixerCall:
 
     def __init__(self, mixer: nn.Module, args: tuple, kwargs: dict):
         self.mixer = weakref.ref(mixer)
+        self.forgotten = 0  # tokens at the call's beginning, see `last`
         (self.x, self.state, self.mask, self.reset), self.kwargs = args, kwargs
         self.with_grad, device_type = torch.is_grad_enabled(), self.x.device.type
         self.autocast = None  # arguments of torch.autocast, for devices that have it
@@ -41,6 +42,8 @@ class MixerCall:
         """
         if num_tokens == 0:
             return self.state
+        if self.forgotten:
+            return self._with_padding().states_after(self.forgotten + num_tokens)
         mixer = self.mixer()
         if mixer is None:
             raise RuntimeError("the model whose calls this cache has recorded is gone, and needed to take tokens back")
@@ -49,6 +52,38 @@ class MixerCall:
         autocast = contextlib.nullcontext() if self.autocast is None else torch.autocast(**self.autocast)
         with torch.set_grad_enabled(self.with_grad), autocast:
             return mixer(self.x, self.state, mask, self.reset, **self.kwargs)[1]
+
+    def last(self, num_tokens: int) -> "MixerCall":
+        """The call without what it read before its last `num_tokens`, in whose place is the state after it. That takes
+        another pass of the mixer."""
+        forgotten = self.num_tokens - num_tokens
+        other = self._along_time(lambda value: value[:, forgotten:].clone())
+        other.state, other.forgotten = self.states_after(forgotten), self.forgotten + forgotten
+        return other
+
+    def _with_padding(self) -> "MixerCall":
+        """The call at its full length, with padding in the place of what is forgotten: see `states_after`."""
+        if self.mask is None:
+            mask = torch.ones(self.x.shape[:2], dtype=torch.bool, device=self.x.device)
+        else:
+            mask = self.mask
+        other = self._along_time(
+            lambda value: torch.cat([value.new_zeros(len(value), self.forgotten, *value.shape[2:]), value], dim=1)
+        )
+        other.mask = torch.cat([mask.new_zeros(len(mask), self.forgotten), mask], dim=1)
+        other.forgotten = 0
+        return other
+
+    def _along_time(self, function: Callable[[Tensor], Tensor]) -> "MixerCall":
+        """This call with `function` applied to every tensor that has its rows and tokens."""
+        shape, other = self.x.shape[:2], copy.copy(self)
+
+        def apply(value):
+            return function(value) if isinstance(value, Tensor) and value.shape[:2] == shape else value
+
+        other.x, other.mask, other.reset = apply(self.x), apply(self.mask), apply(self.reset)
+        other.kwargs = {name: apply(value) for name, value in self.kwargs.items()}
+        return other
 
     def __deepcopy__(self, memo: dict) -> "MixerCall":
         return self.map(lambda value: value.detach().clone())
@@ -147,6 +182,8 @@ class RecurrentLayer:
         if not self.record_past or call is None:
             self.calls = []
             return
+        if self.window is not None and call.num_tokens > self.window:
+            call = call.last(self.window)
         self.calls.append(call)
         while self.window is not None and self.recorded_tokens - self.calls[0].num_tokens >= self.window:
             del self.calls[0]

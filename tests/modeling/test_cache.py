@@ -224,6 +224,29 @@ def test_gradients_through_states_and_checkpoints(config):
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-11)
 
 
+@each_variant
+@torch.no_grad()
+def test_a_long_call_is_recorded_as_far_as_the_window(config):
+    """In memory that does not depend on its length, and to the bit what the whole call would have given."""
+    model, mask, sizes = causal_lm(config).float(), torch.ones(3, 30, dtype=torch.long), []
+    mask[0, :4] = mask[1, 28:] = mask[2, 27] = 0
+    ids, more = token_ids(config, 3, 30), token_ids(config, 3, 2)
+    for length in (20, 30):
+        cache = recording(model, window=4)
+        model(ids[:, :length], past_key_values=cache)
+        sizes.append(cache.nbytes)
+    assert sizes[0] == sizes[1]
+    for given in (None, mask):
+        for removed in range(1, 7):
+            cache, whole = recording(model, window=4), recording(model)
+            for one in (cache, whole):
+                model(ids, attention_mask=given, past_key_values=one)
+                if removed > 4:
+                    model(more, past_key_values=one)
+                one.crop(-removed)
+            assert equal(cache, whole) and cache.get_seq_length() == whole.get_seq_length()
+
+
 @each_family
 @torch.no_grad()
 def test_the_window_bounds_what_is_recorded(model, config):
