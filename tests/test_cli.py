@@ -35,14 +35,15 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def run(capsys):
-    """Run a command; returns what it printed. A refused one leaves one line, which is returned."""
+    """Run a command; returns what it printed. A refused or interrupted one leaves one line, which is returned."""
 
     def call(*argv, status=0):
         assert cli.main(list(map(str, argv))) == status
         out, err = capsys.readouterr()
         if status == 0:
             return out
-        assert out == "" and err.startswith("hf-recurrent: error: ") and err.count("\n") == 1
+        start = "interrupted" if status == 130 else "error: "
+        assert out == "" and err.startswith(f"hf-recurrent: {start}") and err.count("\n") == 1
         return err
 
     return call
@@ -207,6 +208,28 @@ def test_a_prompt_after_a_state_and_from_standard_input(run, model, tmp_path, mo
     assert "standard input is not UTF-8 text (byte 0)" in run(*flags, "--prompt", "-", status=2)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert "tokenises to nothing" in run(*flags, "--prompt", "-", status=2)
+
+
+class Interrupted(io.BytesIO):
+    """A standard input at whose end Ctrl-C is pressed."""
+
+    def read1(self, size=-1):
+        data = super().read1(size)
+        if not data:
+            raise KeyboardInterrupt
+        return data
+
+
+def test_ctrl_c_keeps_the_state_of_what_was_read(run, model, tmp_path, monkeypatch):
+    flags = ["generate", "--model", model, "--temperature", 0, "--max-new-tokens", 6]
+    expected = run(*flags, "--prompt", "import os, sys and so on")
+    for text in (b"import os, sys", b"import os, sys\xc3"):  # half a character
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(Interrupted(text)))
+        run(*flags, "--prompt", "-", "--state-out", tmp_path / "state", status=130)
+        text = run(*flags, "--prompt", " and so on", "--state-in", tmp_path / "state")
+        assert text == expected.removeprefix("import os, sys")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(Interrupted(b"import")))
+    run(*flags, "--prompt", "-", status=130)
 
 
 @pytest.mark.parametrize("stream", [False, True])

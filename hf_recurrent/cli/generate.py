@@ -101,10 +101,10 @@ def run(argv: list[str]) -> int:
     if args.prompt:  # an incomplete character at the end of the text before stays one
         print("\ufffd" * held, end="", flush=True)
         context, held = [], 0
-    prompt, special = args.prompt or "", args.state_in is None
+    prompt, special, interrupts = args.prompt or "", args.state_in is None, []
     if prompt == "-":
         prompt = ""
-        for piece in _pieces(_standard_input(echo=args.stream)):
+        for piece in _pieces(_standard_input(args.stream, None if args.state_out is None else interrupts)):
             if prompt:  # another one follows: this one is read, but for its last token
                 unread += _tokens(tokenizer, prompt, special, args.model, model.config.vocab_size)
                 _read(model, unread[:-1], cache)
@@ -113,6 +113,10 @@ def run(argv: list[str]) -> int:
                     print(prompt, end="")
             prompt = piece
     ids = _tokens(tokenizer, prompt, special, args.model, model.config.vocab_size)
+    if interrupts:
+        _read(model, [*unread, *ids][:-1], cache)
+        _save_state(args.state_out, cache, [*unread, *ids][-1:], context + ids, 0)
+        raise interrupts[0]
     if not unread and not tokenizer(prompt, add_special_tokens=False)["input_ids"]:
         raise CommandLineError(f"--prompt {prompt!r} tokenises to nothing: give at least one character")
     if args.stream and args.prompt not in (None, "-"):
@@ -147,9 +151,14 @@ def run(argv: list[str]) -> int:
     if args.state_out is not None:
         new = output[cache.seen_tokens :]
         cache.seen_tokens += before
-        tail = {"unread": new, "context": context[-CONTEXT_TOKENS:], "held": held}
-        cache.save(args.state_out, {name: json.dumps(value) for name, value in tail.items()})
+        _save_state(args.state_out, cache, new, context, held)
     return 0
+
+
+def _save_state(name: str, cache, unread: list[int], context: list[int], held: int) -> None:
+    """What `_load_state` reads."""
+    tail = {"unread": unread, "context": context[-CONTEXT_TOKENS:], "held": held}
+    cache.save(name, {name: json.dumps(value) for name, value in tail.items()})
 
 
 def _text(tokenizer, ids: list[int]) -> str:
@@ -178,15 +187,22 @@ def _streamer(tokenizer, context: list[int], held: int, holds: bool):
     return streamer
 
 
-def _standard_input(echo: bool) -> Iterator[str]:
-    """Its text, as it comes; printed on the way where `echo` is set.
+def _standard_input(echo: bool, interrupts: list[KeyboardInterrupt] | None = None) -> Iterator[str]:
+    """Its text, as it comes; printed on the way where `echo` is set. Where a list of `interrupts` is given, Ctrl-C ends
+    the text, an incomplete character at its end left out, and is noted there.
 
     Raises:
         CommandLineError: it is not UTF-8.
     """
     decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
     while True:
-        data = sys.stdin.buffer.read1(PIECE)
+        try:
+            data = sys.stdin.buffer.read1(PIECE)
+        except KeyboardInterrupt as interrupt:
+            if interrupts is None:
+                raise
+            interrupts.append(interrupt)
+            return
         pending = len(decoder.getstate()[0])
         try:
             text = decoder.decode(data, final=not data)

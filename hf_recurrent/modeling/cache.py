@@ -199,6 +199,16 @@ class RecurrentCache(Cache):
         """-1: there is no limit."""
         return -1
 
+    def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
+        """Moves the states of a layer, or of all, to the CPU, until `prefetch`. (No layer is a sliding one.)"""
+        for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
+            layer.offload()
+
+    def prefetch(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
+        """Moves the states of a layer, or of all, back to where `offload` took them from."""
+        for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
+            layer.prefetch()
+
     def reset(self) -> None:
         """Forgets everything; the next call starts from the initial state."""
         super().reset()

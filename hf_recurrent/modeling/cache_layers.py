@@ -134,6 +134,7 @@ class RecurrentLayer:
         self.record_past = False
         self.window: int | None = None
         self.calls: list[MixerCall] = []
+        self.device: torch.device | None = None  # where the states belong, while they are offloaded
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {tuple(state.shape)} {state.dtype}" for name, state in self.states.items())
@@ -196,8 +197,21 @@ class RecurrentLayer:
             num_tokens -= call.num_tokens
         return self.states
 
+    def offload(self) -> None:
+        """Moves what is held to the CPU, until `prefetch`."""
+        device = next((state.device for state in self.states.values()), None)
+        if device is not None and device.type != "cpu":
+            self.become(self.map(lambda state: state.to("cpu")))
+            self.device = device
+
+    def prefetch(self) -> None:
+        """Moves what `offload` has taken away back to where it was."""
+        if self.device is not None:
+            self.become(self.map(lambda state: state.to(self.device)))
+            self.device = None
+
     def reset(self) -> None:
-        self.states, self.calls = {}, []
+        self.states, self.calls, self.device = {}, [], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

@@ -652,3 +652,19 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(model):
     hook.remove()
     assert cache.get_seq_length() == 5
     assert all(torch.equal(x, y) for x, y in zip(states(cache), before, strict=True))
+
+
+@each_family
+@torch.no_grad()
+def test_offload_and_prefetch(model, config):
+    """On the CPU everything is where it is to be moved to; elsewhere it comes back to where it was."""
+    cache, other = recording(model), recording(model)
+    cache.offload()
+    cache.offload(1)
+    cache.prefetch(0)
+    assert equal(cache, other)
+    layer = cache.layers[0]
+    layer.device = torch.device("meta")  # as if it had been there
+    cache.prefetch()
+    assert {state.device.type for state in layer.states.values()} == {"meta"} and layer.device is None
+    assert cache.layers[1].states["recurrent"].device.type == "cpu"
