@@ -75,7 +75,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
 def test_wheel_metadata(wheel, metadata):
     assert (metadata["Name"], metadata["Version"]) == ("hf-recurrent", hf_recurrent.__version__)
     assert (metadata["License-Expression"], metadata["Requires-Python"]) == ("Apache-2.0", ">=3.10")
-    assert set(metadata.get_all("Provides-Extra")) == {"cuda", "dev", "eval"}
+    assert set(metadata.get_all("Provides-Extra")) == {"cuda", "dev", "eval", "examples"}
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert "hf-recurrent = hf_recurrent.cli:main" in archive.read(name).decode()

@@ -117,7 +117,8 @@ def run_forward(
         final = torch.empty(batch, channels, dtype=BY_NAME[cell].state_dtype(given.dtype), device=given.device)
     if not given.numel():
         return final.zero_() if initial is None else final.copy_(initial)
-    scan = _scan(cell, given.shape, [aligned(x) for x in inputs], [], [h, y], flags, reverse)
+    inputs = [aligned(x) for x in inputs]  # held until the kernels are launched
+    scan = _scan(cell, given.shape, inputs, [], [h, y], flags, reverse)
     if length == 1:  # no tiles, each thread a channel
         scan.grid = -(-given.numel() // THREADS), 1
         scan.run("scan_step", pointer(h), pointer(y), pointer(initial), pointer(final))

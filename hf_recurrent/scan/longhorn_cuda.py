@@ -51,7 +51,8 @@ def forward(
     if not (o.numel() and final.numel()):
         return o.zero_(), final.zero_() if initial_state is None else final.copy_(initial_state)
     initial = None if initial_state is None else aligned(initial_state.contiguous())
-    scan = _scan(*(aligned(t) for t in (x, dt, k, q)), flags, reverse)
+    x, dt, k, q = (aligned(t) for t in (x, dt, k, q))  # held until the kernels are launched
+    scan = _scan(x, dt, k, q, flags, reverse)
     scan.run_forward("longhorn_forward", initial, final, pointer(o), pointer(None))
     return o, final
 

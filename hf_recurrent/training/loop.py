@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..files import saving, write_whole
 from ..hub.code import write_code
 from ..messages import counted, first_line
+from ..modeling.configuration import RecurrentConfig
 from ..modeling.model import IGNORED
 from . import checkpoints, costs, distributed
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
@@ -485,7 +486,8 @@ class Run:
             model = self.accelerator.unwrap_model(self.model)
             with self.folder.publish() as temporary:
                 model.save_pretrained(temporary, state_dict=state_dict)
-                write_code(temporary, type(model.config))
+                if isinstance(model.config, RecurrentConfig):  # not one that is compared with them
+                    write_code(temporary, type(model.config))
                 self.tokenizer.save_pretrained(temporary)
             self.folder.kept()
         self.accelerator.wait_for_everyone()
