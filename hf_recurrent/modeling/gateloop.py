@@ -30,7 +30,7 @@ from ..scan import gateloop_scan, linear_scan
 from ..scan.gateloop import channel_loop
 from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS
 from .configuration import RecurrentConfig, at_least, kernel_size, positive
-from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
+from .layers import LayerNorm, Linear, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
 
 
@@ -157,12 +157,12 @@ class GateLoopMixer(nn.Module):
         if config.conv_kernel:
             self.conv1d = ShortConvolution(config.hidden_size, config.conv_kernel, bias=config.use_conv_bias)
             self.state_shapes["conv"] = self.conv1d.state_shape
-        self.in_proj = nn.Linear(config.hidden_size, 3 * size, bias=config.use_bias)
+        self.in_proj = Linear(config.hidden_size, 3 * size, bias=config.use_bias)
         # polar: [alpha | beta], each (heads, d_h); cartesian: (heads, 2), real and imaginary part
         transitions = (size if self.polar else self.num_heads) * (2 if self.complex_state else 1)
         self.transition_proj = self.transition = None
         if config.data_controlled:
-            self.transition_proj = nn.Linear(config.hidden_size, transitions)
+            self.transition_proj = Linear(config.hidden_size, transitions)
         else:
             self.transition = nn.Parameter(torch.empty(transitions))
         self.sub_ln = LayerNorm(size, eps=config.sub_ln_eps) if config.use_sub_ln else None
@@ -171,9 +171,9 @@ class GateLoopMixer(nn.Module):
         self.is_channel_loop = self.is_channel_loop and not config.use_sub_ln
         self.gate_proj = self.out_proj = None
         if config.use_gate:
-            self.gate_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
+            self.gate_proj = Linear(config.hidden_size, size, bias=config.use_bias)
         if config.use_gate or size != config.hidden_size:
-            self.out_proj = nn.Linear(size, config.hidden_size, bias=config.use_bias)
+            self.out_proj = Linear(size, config.hidden_size, bias=config.use_bias)
 
     def transition_inputs(self, x: Tensor) -> Tensor:
         """What the transitions are made of: a projection, (B, L, ...), or the parameter in its place, (1, 1, ...)."""

@@ -23,6 +23,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..scan.convolution import short_convolution, state_after
+from ..scan.linear import linear
 from ..scan.norm import rms_norm
 from ..scan.split import carried_inputs
 from .configuration import RecurrentConfig
@@ -53,6 +54,13 @@ def starting_states(mixer: nn.Module, state: State, batch: int) -> tuple[Tensor 
     if "recurrent" in state:
         return state["recurrent"], start
     return start.expand(batch, *start.shape).contiguous(), start
+
+
+class Linear(nn.Linear):
+    """A projection that is as fast for one token as memory is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -101,9 +109,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: RecurrentConfig):
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.up_proj(x)))

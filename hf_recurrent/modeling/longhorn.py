@@ -37,7 +37,7 @@ from ..scan import longhorn_scan
 from ..scan.longhorn import gated_scan
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, at_least, kernel_size, not_negative, positive
-from .layers import ShortConvolution, State, new_initial_state, starting_states
+from .layers import Linear, ShortConvolution, State, new_initial_state, starting_states
 from .model import (
     RecurrentForCausalLM,
     RecurrentForSequenceClassification,
@@ -126,18 +126,18 @@ class LonghornMixer(nn.Module):
         self.bidirectional = config.bidirectional
         self.state_shapes = {} if config.bidirectional else {"recurrent": (size, m)}
         self.initial_state = new_initial_state(config, (size, m))
-        self.in_proj = nn.Linear(config.hidden_size, 2 * size, bias=config.use_bias)
+        self.in_proj = Linear(config.hidden_size, 2 * size, bias=config.use_bias)
         self.conv1d = self.conv1d_b = None
         for suffix in ("", "_b") if config.bidirectional else ("",):
             if config.conv_kernel:
                 convolution = ShortConvolution(size, config.conv_kernel, bias=config.use_conv_bias)
                 setattr(self, f"conv1d{suffix}", convolution)
-            setattr(self, f"x_proj{suffix}", nn.Linear(size, sum(self.widths), bias=False))
-            setattr(self, f"dt_head{suffix}", nn.Linear(rank, size))
+            setattr(self, f"x_proj{suffix}", Linear(size, sum(self.widths), bias=False))
+            setattr(self, f"dt_head{suffix}", Linear(rank, size))
             setattr(self, f"D{suffix}", nn.Parameter(torch.ones(size)))
         if config.conv_kernel and not config.bidirectional:
             self.state_shapes["conv"] = self.conv1d.state_shape
-        self.out_proj = nn.Linear(size, config.hidden_size, bias=config.use_bias)
+        self.out_proj = Linear(size, config.hidden_size, bias=config.use_bias)
 
     def forward(self, x: Tensor, state: State, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, State]:
         new_state = {}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..scan import mingru_scan
 from .configuration import RecurrentConfig
-from .layers import RecurrentBlock, RMSNorm, ShortConvolution, State, new_initial_state, starting_states
+from .layers import Linear, RecurrentBlock, RMSNorm, ShortConvolution, State, new_initial_state, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
 
 
@@ -76,12 +76,12 @@ class MinGRUMixer(nn.Module):
             self.conv1d = ShortConvolution(config.hidden_size, config.conv_kernel, bias=config.use_conv_bias)
             self.state_shapes["conv"] = self.conv1d.state_shape
         if config.conv_residual:
-            self.conv_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_conv_bias)
+            self.conv_proj = Linear(config.hidden_size, config.hidden_size, bias=config.use_conv_bias)
             self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.in_proj = nn.Linear(config.hidden_size, self.num_inputs * config.recurrent_size, bias=config.use_bias)
+        self.in_proj = Linear(config.hidden_size, self.num_inputs * config.recurrent_size, bias=config.use_bias)
         self.out_proj = None
         if config.recurrent_size != config.hidden_size:
-            self.out_proj = nn.Linear(config.recurrent_size, config.hidden_size, bias=config.use_bias)
+            self.out_proj = Linear(config.recurrent_size, config.hidden_size, bias=config.use_bias)
 
     def forward(self, x: Tensor, state: State, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, State]:
         new_state, branch = {}, None

@@ -24,7 +24,7 @@ from ..scan.split import document_borders
 from .cache import RecurrentCache, StaticRecurrentCache
 from .cache_layers import recorded_calls
 from .configuration import RecurrentConfig
-from .layers import RecurrentBlock, RMSNorm, ShortConvolution
+from .layers import Linear, RecurrentBlock, RMSNorm, ShortConvolution
 
 IGNORED = -100  # a label without a loss
 # What the loss takes beside logits and labels; Trainer sends the first.
@@ -574,7 +574,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
     def __init__(self, config: RecurrentConfig):
         super().__init__(config)
         self.model = self.model_class(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple

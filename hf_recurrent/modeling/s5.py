@@ -42,7 +42,7 @@ from ..scan.s5 import discretize, drive, product, read
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, activation, at_least, kernel_size, not_negative, positive, probability
 from .hippo import hippo_normal, lecun_normal
-from .layers import MLP, LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
+from .layers import MLP, LayerNorm, Linear, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
 from .model import (
     IGNORED,
     RecurrentForCausalLM,
@@ -386,8 +386,8 @@ class S5Mixer(nn.Module):
             self.conv1d = ShortConvolution(width, config.conv_kernel, bias=config.use_conv_bias)
             self.state_shapes["conv"] = self.conv1d.state_shape
         if inner != width:
-            self.in_proj = nn.Linear(width, inner, bias=bias)
-            self.out_proj = nn.Linear(inner, width, bias=bias)
+            self.in_proj = Linear(width, inner, bias=bias)
+            self.out_proj = Linear(inner, width, bias=bias)
         self.ssm = S5SSM(config)
         if not config.bidirectional:
             self.state_shapes["recurrent"] = (self.ssm.states,)
@@ -395,9 +395,9 @@ class S5Mixer(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
         self.gelu_is_fused = config.hidden_act == "gelu_pytorch_tanh"
         if config.activation == "full_glu":
-            self.out1 = nn.Linear(inner, inner, bias=bias)
+            self.out1 = Linear(inner, inner, bias=bias)
         if config.activation != "gelu":
-            self.out2 = nn.Linear(inner, inner, bias=bias)
+            self.out2 = Linear(inner, inner, bias=bias)
         self.dropout = ChannelDropout(config.hidden_dropout)
 
     def forward(
@@ -432,7 +432,7 @@ class S5MLP(MLP):
         super().__init__(config)
         self.gated = config.mlp_type == "glu"
         if self.gated:
-            self.up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+            self.up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         elif config.mlp_type == "linear":
             self.act_fn = nn.Identity()
 

@@ -8,6 +8,7 @@ definitions. Arguments are taken as the models give them, without checks, and Py
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import chunked
@@ -31,6 +32,7 @@ __all__ = [
     "gate",
     "gated_scan",
     "gateloop_scan",
+    "linear",
     "linear_scan",
     "longhorn_scan",
     "mingru_scan",
@@ -206,3 +208,8 @@ def skip_gelu(x: Tensor, skipped: Tensor, d: Tensor, scale: Tensor | None = None
 def gate(x: Tensor, gate: Tensor, scale: Tensor | None = None) -> Tensor:
     """scale * x * sigmoid(gate)."""
     return _gate(x, gate, None, scale)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias."""
+    return F.linear(x, weight, bias)

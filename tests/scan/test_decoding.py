@@ -11,6 +11,7 @@ from hf_recurrent.scan import cpu, gateloop_scan, linear_scan, longhorn_scan
 from hf_recurrent.scan.convolution import _short_convolution, short_convolution
 from hf_recurrent.scan.elementwise import gate, skip_gelu
 from hf_recurrent.scan.gateloop import _channel_loop, channel_loop
+from hf_recurrent.scan.linear import linear
 from hf_recurrent.scan.longhorn import gated_scan
 from hf_recurrent.scan.norm import rms_norm
 from hf_recurrent.scan.s5 import _drive, _read, drive, read
@@ -66,6 +67,22 @@ def transposed(x):
 
 
 # ---- norm and convolution --------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [(1, 1), (2, 1), (1, 4)])
+@pytest.mark.parametrize("outputs, inputs", [(1, 1), (7, 33), (300, 770), (5, 4097)])
+def test_linear(threads, kernels, dtype, rows, outputs, inputs):
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((*rows, inputs), (outputs, inputs), outputs))
+    for given in (None, bias):
+        exact = F.linear(x.double(), weight.double(), None if given is None else given.double())
+        y = linear(x, weight, given)
+        assert kernels.pop() == "linear_cpu" and y.dtype is dtype
+        torch.testing.assert_close(y.double(), exact, rtol=TOLERANCES[dtype]["rtol"], atol=1e-6 * inputs**0.5)
+        assert torch.equal(linear(transposed(x), weight, given), y)
+        kernels.clear()
+    assert linear(torch.cat([x] * 5), weight).shape == (5 * rows[0], rows[1], outputs) and not kernels  # too many rows
+    assert linear(x, weight.T.contiguous().T).shape == (*rows, outputs)
 
 
 @each_dtype
@@ -193,6 +210,7 @@ def test_without_a_compiler(monkeypatch):
     def run():
         d = drive(x, torch.ones(4, 5, 2), -torch.ones(4), torch.ones(4), -torch.ones(4), 1.0, False)[1]
         return (
+            linear(x[:1], torch.eye(5)),
             rms_norm(x, torch.ones(5), 1e-5),
             *short_convolution(x, torch.ones(5, 1, 4), torch.ones(5), silu=True),
             *gated_scan(x, x, x, x, torch.ones(5), x),

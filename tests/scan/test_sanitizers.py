@@ -20,6 +20,7 @@ from hf_recurrent.scan import cpu, gateloop_scan, linear_scan, longhorn_scan, mi
 from hf_recurrent.scan.convolution import short_convolution
 from hf_recurrent.scan.elementwise import gate, skip_gelu
 from hf_recurrent.scan.gateloop import channel_loop
+from hf_recurrent.scan.linear import linear
 from hf_recurrent.scan.longhorn import gated_scan
 from hf_recurrent.scan.norm import rms_norm
 from hf_recurrent.scan.s5 import drive, read
@@ -82,6 +83,7 @@ torch.set_grad_enabled(False)
 for dtype in (torch.float32, torch.bfloat16):
     for batch, length, channels in SHAPES:
         x, weight = rows(batch, length, channels).to(dtype), torch.randn(channels).to(dtype)
+        assert linear(x[:1, :1], weight.expand(9, -1).contiguous()).isfinite().all()
         assert rms_norm(x.float(), weight, 1e-5).isfinite().all() and rms_norm(x, weight, 1e-5).isfinite().all()
         for taps in (2, 5):
             state, kernel = rows(batch, taps - 1, channels).to(dtype), torch.randn(channels, 1, taps).to(dtype)
