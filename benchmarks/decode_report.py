@@ -236,7 +236,9 @@ def _draw_token(axis, rows: list[dict]) -> None:
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_formatter("")
     axis.set_xticks([1, 2, 5, 10])
-    axis.set_xlim(left=0.9, right=max(row["ratio"] for row in rows) * 1.25)
+    axis.set_xlim(
+        left=min(0.9, 0.8 * min(row["ratio"] for row in rows)), right=max(row["ratio"] for row in rows) * 1.25
+    )
     axis.set(
         title="A decoded token, batch 1", xlabel="time / time of the model's bare linear layers (dotted: asked for)"
     )
