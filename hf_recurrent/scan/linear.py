@@ -1,7 +1,7 @@
 """A matrix times a few vectors, which is nearly all of a decoded token's time.
 
-On the CPU by a kernel (csrc/linear_cpu.cpp) that reads the weights once, as fast as memory gives them. PyTorch's product
-is made for many vectors, and takes about twice as long for one.
+On the CPU by a kernel (csrc/linear_cpu.cpp) that reads the weights once, as fast as memory gives them. PyTorch's
+product is made for many vectors, and takes about twice as long for one.
 """
 
 import torch
