@@ -36,7 +36,7 @@ class CacheProgram(RuleBasedStateMachine):
 
     def fed(self, length: int) -> None:
         if self.recording:
-            self.calls.append(length)
+            self.calls.append(length if self.window is None else min(length, self.window))
             while self.window is not None and sum(self.calls[1:]) >= self.window:
                 del self.calls[0]
 
