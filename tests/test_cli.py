@@ -230,6 +230,9 @@ def test_ctrl_c_keeps_the_state_of_what_was_read(run, model, tmp_path, monkeypat
         assert text == expected.removeprefix("import os, sys")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(Interrupted(b"import")))
     run(*flags, "--prompt", "-", status=130)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(Interrupted(b"")))
+    run(*flags, "--prompt", "-", "--state-out", tmp_path / "nothing", status=130)
+    assert not (tmp_path / "nothing").exists()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -114,8 +114,9 @@ def run(argv: list[str]) -> int:
             prompt = piece
     ids = _tokens(tokenizer, prompt, special, args.model, model.config.vocab_size)
     if interrupts:
-        _read(model, [*unread, *ids][:-1], cache)
-        _save_state(args.state_out, cache, [*unread, *ids][-1:], context + ids, 0)
+        if tokens := [*unread, *ids]:  # else there is no state yet
+            _read(model, tokens[:-1], cache)
+            _save_state(args.state_out, cache, tokens[-1:], context + ids, 0)
         raise interrupts[0]
     if not unread and not tokenizer(prompt, add_special_tokens=False)["input_ids"]:
         raise CommandLineError(f"--prompt {prompt!r} tokenises to nothing: give at least one character")

@@ -120,6 +120,12 @@ def save(result: Perplexity, folder: Path, title: str, sequence_length: int | No
         _plot(result, title, path)
 
 
+def curve(rows: list[dict]) -> tuple[list[float], list[float]]:
+    """Of `Perplexity.rows`, x and y: a point stands in the (geometric) middle of the positions that it is the mean
+    of."""
+    return [math.sqrt(row["from"] * row["to"]) for row in rows], [row["perplexity"] for row in rows]
+
+
 def _plot(result: Perplexity, title: str, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -129,9 +135,7 @@ def _plot(result: Perplexity, title: str, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     rows = result.rows()
-    # A point stands in the (geometric) middle of the positions that it is the mean of.
-    middles = [math.sqrt(row["from"] * row["to"]) for row in rows]
-    axes.plot(middles, [row["perplexity"] for row in rows], color="#4c78a8", marker="o", markersize=4)
+    axes.plot(*curve(rows), color="#4c78a8", marker="o", markersize=4)
     axes.axhline(math.exp(result.loss), color="0.35", linestyle="--", linewidth=1, label="over all positions")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -20,9 +20,8 @@ from ..files import replacing
 from .cache_layers import MixerCall, RecurrentLayer, StaticLayer, at_a_fixed_address, can_be_written
 
 STATE_FILE = "hf_recurrent.RecurrentCache/1"  # the "format" of a state file's metadata
-STATE_NAME = re.compile(
-    r"layers\.(?P<layer>\d+)\.(?P<state>conv|recurrent)(?P<complex>\.complex)?"
-)  # of a tensor in it
+# Of a tensor in such a file.
+STATE_NAME = re.compile(r"layers\.(?P<layer>\d+)\.(?P<state>conv|recurrent)(?P<complex>\.complex)?")
 # Fields of a configuration that change nothing about what a state means.
 TRAINING_FIELDS = {"hidden_dropout", "initializer_range", "learned_initial_state", "use_cache"}
 _REPLACING = threading.Lock()  # held for the moment in which a cache's states are read, or take the place of others

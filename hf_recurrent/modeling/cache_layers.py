@@ -76,10 +76,14 @@ class MixerCall:
 
     def _along_time(self, function: Callable[[Tensor], Tensor]) -> "MixerCall":
         """This call with `function` applied to every tensor that has its rows and tokens."""
-        shape, other = self.x.shape[:2], copy.copy(self)
+        return self._with_inputs(function, self.x.shape[:2])
+
+    def _with_inputs(self, function: Callable[[Tensor], Tensor], sizes: torch.Size) -> "MixerCall":
+        """This call with `function` applied to every input whose first dimensions have these sizes."""
+        other = copy.copy(self)
 
         def apply(value):
-            return function(value) if isinstance(value, Tensor) and value.shape[:2] == shape else value
+            return function(value) if isinstance(value, Tensor) and value.shape[: len(sizes)] == sizes else value
 
         other.x, other.mask, other.reset = apply(self.x), apply(self.mask), apply(self.reset)
         other.kwargs = {name: apply(value) for name, value in self.kwargs.items()}
@@ -90,15 +94,8 @@ class MixerCall:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MixerCall":
         """This call with `function` applied to every tensor that has its rows."""
-        rows = len(self.x)
-        other = copy.copy(self)
-
-        def apply(value):
-            return function(value) if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
-
-        other.x, other.mask, other.reset = apply(self.x), apply(self.mask), apply(self.reset)
-        other.state = {name: apply(value) for name, value in self.state.items()}
-        other.kwargs = {name: apply(value) for name, value in self.kwargs.items()}
+        other = self._with_inputs(function, self.x.shape[:1])
+        other.state = {name: function(value) for name, value in self.state.items()}
         return other
 
 

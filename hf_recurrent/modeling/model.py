@@ -677,13 +677,12 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
                 f"past_key_values has seen {past_key_values.get_seq_length()} tokens, input_ids has "
                 f"{input_ids.shape[1]}: pass the whole sequence, or only what is new with an attention_mask for both"
             )
-        generated = next_sequence_length == 1 or (
-            next_sequence_length is not None and past_key_values is not None and past_key_values.get_seq_length() > 0
-        )
-        if generated and not is_first_iteration and past_key_values is not None:
-            # Tokens that were just generated are neither padding nor the first of a document.
-            attention_mask = None
-            kwargs.pop("position_ids", None)
+        if not is_first_iteration and past_key_values is not None and next_sequence_length is not None:
+            # Tokens that were just generated are neither padding nor the first of a document. One is asked about first:
+            # a static cache has its length in a tensor.
+            if next_sequence_length == 1 or past_key_values.get_seq_length() > 0:
+                attention_mask = None
+                kwargs.pop("position_ids", None)
         return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
@@ -726,11 +725,8 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
     def _assisted_decoding(self, input_ids: Tensor, *args, inputs_tensor: Tensor | None = None, **kwargs):
         """As in Transformers. But afterwards the cache records what it recorded before, and the model has all of its
         layers, also after an error: `assistant_early_exit` changes the configuration on the way."""
-        cache, mask, num_layers = (
-            kwargs.get("past_key_values"),
-            kwargs.get("attention_mask"),
-            self.model.config.num_hidden_layers,
-        )
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        num_layers = self.model.config.num_hidden_layers
         layers = cache.layers if isinstance(cache, RecurrentCache) else []
         if layers and cache.get_seq_length() and mask is not None and mask.shape[1] != input_ids.shape[1]:
             # Transformers would cut off the mask of what is new, in place of the one of what was seen.
@@ -744,7 +740,8 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             self.model.config.num_hidden_layers = num_layers
             for layer, (record_past, window) in zip(layers, recording, strict=True):
                 layer.record_past, layer.window = record_past, window
-                layer.calls = layer.calls if record_past else []
+                if not record_past:
+                    layer.calls = []
 
 
 def keep_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:

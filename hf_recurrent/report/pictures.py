@@ -117,13 +117,14 @@ def transitions(layers: list[np.ndarray], resets: np.ndarray) -> Callable:
 def extrapolation(measured: list[Measured], trained: dict[str, int]) -> Callable:
     """Perplexity by position, and the lengths that the models were trained at, where they are known."""
 
+    from ..evaluation.perplexity import curve
+
     def draw(figure) -> None:
         axes = figure.subplots()
         for number, one in enumerate(measured):
-            rows, color = one.result["by_position"], f"C{number % 10}"
-            # A point stands in the (geometric) middle of the positions that it is the mean of.
-            x = [math.sqrt(row["from"] * row["to"]) for row in rows]
-            axes.plot(x, [row["perplexity"] for row in rows], marker="o", markersize=4, color=color, label=one.name)
+            color = f"C{number % 10}"
+            x, y = curve(one.result["by_position"])
+            axes.plot(x, y, marker="o", markersize=4, color=color, label=one.name)
             if one.name in trained:
                 axes.axvline(trained[one.name], color=color, linestyle="--", linewidth=1)
         axes.set_xscale("log", base=2)

@@ -172,9 +172,8 @@ class StreamedRows:
         name: str = "",
     ):
         self.documents = documents
-        self.tokenizer = copy.deepcopy(
-            tokenizer
-        )  # a fast one is not to be used by two threads, of which this may be one
+        # A fast one is not to be used by two threads, of which this may be one.
+        self.tokenizer = copy.deepcopy(tokenizer)
         self.sequence_length = sequence_length
         self.packing = packing
         self.name = name

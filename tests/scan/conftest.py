@@ -1,5 +1,6 @@
 import pytest
 import torch
+from cuda_host import Host
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +16,17 @@ def poisoned_outputs():
 def one_thread():
     """The oracle is thousands of tiny operations, which a second thread only slows; a test of threads sets its own."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("shim")
+
+
+@pytest.fixture
+def host(monkeypatch, folder):
+    """The CUDA backend serves CPU tensors, undefined behaviour is an error."""
+    torch.manual_seed(0)
+    host = Host(folder)
+    host.install(monkeypatch.setattr)
+    return host

@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cuda_host import Host
 from oracle import CELLS, coefficients, compare, linear, mask_and_reset, mingru_positive, random, run
 
 from hf_recurrent.scan import BackendUnavailable, backend_report, cells, cpu, cuda, cuda_kernels, linear_scan
@@ -75,20 +74,6 @@ def test_without_a_gpu():
 
 
 # ---- their bodies ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("shim")
-
-
-@pytest.fixture
-def host(monkeypatch, folder):
-    """The CUDA backend serves CPU tensors, undefined behaviour is an error."""
-    torch.manual_seed(0)
-    host = Host(folder)
-    host.install(monkeypatch.setattr)
-    return host
 
 
 @pytest.mark.parametrize("cell, dtype", WIDE + REST, ids=str)

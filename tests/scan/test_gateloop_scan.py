@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from cuda_host import Host
 from oracle import GATELOOP_CELLS, compare, mask_and_reset, random
 from test_cuda_source import ARCHITECTURES, check_report
 from torch.library import opcheck
@@ -233,19 +232,6 @@ def test_compiles_without_spills(name, dtype, narrow, architecture):
     assert len(registers) == 5
     if dtype != torch.float64:  # two blocks of 256 threads to a multiprocessor, whose registers are 65536
         assert max(registers.values()) <= 128
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("shim")
-
-
-@pytest.fixture
-def host(monkeypatch, folder):
-    torch.manual_seed(10)
-    host = Host(folder)
-    host.install(monkeypatch.setattr)
-    return host
 
 
 @pytest.mark.parametrize(

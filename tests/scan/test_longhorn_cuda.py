@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from cuda_host import Host
 from oracle import mask_and_reset, random
 from test_cuda_source import ARCHITECTURES, check_report
 from test_longhorn_scan import compare, inputs_for, run
@@ -23,19 +22,6 @@ def test_compiles_without_spills(dtype, m, architecture):
     assert len(registers) == 4
     if (dtype, m) == (torch.bfloat16, 16):  # blocks of 128 threads to a multiprocessor: four forward, three backward
         assert registers["longhorn_forward"] <= 128 and registers["longhorn_backward"] <= 168
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("shim")
-
-
-@pytest.fixture
-def host(monkeypatch, folder):
-    torch.manual_seed(0)
-    host = Host(folder)
-    host.install(monkeypatch.setattr)
-    return host
 
 
 # (batch, length, channels, m)

@@ -54,14 +54,11 @@ inline float product_of_pairs(const char* w, const float* x, int64_t n) {
   return sum + other;
 }
 
-constexpr uint16_t kOrder = 1;
-inline bool little_endian() { return *reinterpret_cast<const char*>(&kOrder) == 1; }
-
 template <class T>
 void run(const Problem& p) {
   using State = typename StateOf<T>::type;
   const int64_t n = p.inputs;
-  const bool pairs = std::is_same<T, BFloat16>::value && n % 2 == 0 && little_endian();
+  const bool pairs = std::is_same<T, BFloat16>::value && n % 2 == 0 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__;
   std::vector<State> wide(p.rows * n);
   for (int64_t r = 0; r < p.rows; ++r) {
     const T* x = reinterpret_cast<const T*>(p.x) + r * p.stride_x;
