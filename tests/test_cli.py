@@ -118,13 +118,14 @@ def test_as_a_module():
     assert done.stderr.startswith("hf-recurrent: error: --model nowhere: no such folder") and done.stdout == ""
 
 
-@pytest.mark.parametrize(("program", "status"), [("hf-recurrent", 130), ("another", -signal.SIGINT)])
-def test_ctrl_c_during_the_imports(tmp_path, program, status):
-    script = tmp_path / program
-    script.write_text(
-        """
-import os, signal, sys
+def program(path, script):
+    """A program of this name, in a process of its own."""
+    path.write_text("import os, signal, sys\n" + script)
+    env = os.environ | {"PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
+    return subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True)
 
+
+INTERRUPTED = """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
 
 class Interrupted:
@@ -133,15 +134,53 @@ class Interrupted:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupted)
-from hf_recurrent.cli import main
 """
+
+
+def test_ctrl_c_during_the_imports(tmp_path):
+    done = program(
+        tmp_path / "hf-recurrent", INTERRUPTED + "from hf_recurrent.cli import main; sys.exit(main(['info']))"
     )
-    env = os.environ | {"PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
-    done = subprocess.run([sys.executable, str(script), "--help"], env=env, capture_output=True, text=True)
-    assert done.returncode == status
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hf-recurrent: interrupted\n")
+    done = program(tmp_path / "module", INTERRUPTED + "sys.argv[0] = '-m'; import hf_recurrent.training")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     # A program that imports the package has its own way with a KeyboardInterrupt.
-    assert done.stdout == "" and ("KeyboardInterrupt" in done.stderr) == (program == "another")
-    assert program == "another" or done.stderr == ""
+    done = program(tmp_path / "another", INTERRUPTED + "import hf_recurrent")
+    assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr
+
+
+def test_help_and_wrong_flags_need_no_torch(tmp_path):
+    """They are there at once; importing torch takes seconds."""
+    commands = [*cli.COMMANDS, "train --task digits", "evaluate lm", "evaluate perplexity", ""]
+    script = """
+from hf_recurrent.cli import main
+for words in %r:
+    try:
+        main([*words, "--help"])
+    except SystemExit as left:
+        assert not left.code
+    assert main([*words, "--no-such-flag"]) == 2
+    assert "torch" not in sys.modules, words
+"""
+    done = program(tmp_path / "hf-recurrent", script % [command.split() for command in commands])
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_in_the_command_line(tmp_path):
+    """What the package gives out is there for who asks, and families are registered."""
+    script = """
+import hf_recurrent
+assert "torch" not in sys.modules
+from hf_recurrent import MinGRUConfig, linear_scan
+from transformers import AutoConfig
+assert hf_recurrent.MinGRUConfig is MinGRUConfig and type(AutoConfig.for_model("mingru")) is MinGRUConfig
+try:
+    hf_recurrent.another
+except AttributeError as error:
+    print(error)
+"""
+    done = program(tmp_path / "hf-recurrent", script)
+    assert done.stdout == "module 'hf_recurrent' has no attribute 'another'\n", done.stderr
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------

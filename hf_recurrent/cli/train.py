@@ -13,13 +13,16 @@ def run(argv: list[str]) -> int:
 
         return run_task(argv)
 
-    from ..training import arguments, train
-    from ..training.dryrun import dry_run
+    from ..training import arguments
 
     no_bars_for_files()
     # What its readers log about a broken file stands in the error that they raise.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     parsed = arguments.parse(argv)
+
+    from ..training import train
+    from ..training.dryrun import dry_run
+
     if parsed[2].dry_run:
         dry_run(*parsed)
         return 0

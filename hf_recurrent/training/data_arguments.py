@@ -9,7 +9,9 @@ import yaml
 from ..cli.parser import LARGEST
 from ..messages import nearest
 from .options import flag, option, require, type_name
-from .tokenizer import DEFAULT_VOCAB_SIZE, LARGEST_VOCAB_SIZE
+
+DEFAULT_VOCAB_SIZE = 4096
+LARGEST_VOCAB_SIZE = 1 << 24  # the BPE's trainer takes memory for all of it beforehand
 
 
 @dataclass

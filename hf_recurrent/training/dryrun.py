@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..messages import counted
 from .arguments import DataArguments, ModelArguments, TrainArguments
 from .costs import matrix_rate
+from .data_arguments import DEFAULT_VOCAB_SIZE
 from .model import check_folder, checkpoint_activations, create_config
 from .report import table
-from .tokenizer import DEFAULT_VOCAB_SIZE, load_tokenizer
+from .tokenizer import load_tokenizer
 
 # Tokenizers that recipes name, so that they can be counted where there is no network: tokens, and the last one's use.
 KNOWN_TOKENIZERS = {"openai-community/gpt2": 50257, "EleutherAI/gpt-neox-20b": 50277}

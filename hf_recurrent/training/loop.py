@@ -27,6 +27,7 @@ from ..modeling.model import IGNORED
 from . import checkpoints, costs, distributed
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
 from .bptt import backward_in_chunks
+from .data_arguments import DEFAULT_VOCAB_SIZE
 from .documents import Corpus
 from .folder import ARGUMENTS, BAD_BATCHES, TRACKERS, RunFolder
 from .health import health
@@ -37,7 +38,7 @@ from .optimizer import create_optimizer, learning_rate_ratio
 from .prefetch import Prefetcher
 from .report import Baselines, baselines, plot_loss, table
 from .sources import load_corpus
-from .tokenizer import DEFAULT_VOCAB_SIZE, byte_tokenizer, load_tokenizer, train_bpe
+from .tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from .tokens import largest_id
 from .trackers import check_trackers, finish_trackers, start_trackers
 from .validation import ValidationRows, validation_rows

@@ -3,10 +3,12 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .validation import ValidationRows
+if TYPE_CHECKING:
+    from .validation import ValidationRows
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Baselines:
         return bits_per_byte * math.log(2) * self.bytes_per_token
 
 
-def baselines(validation: ValidationRows, train_counts: np.ndarray) -> Baselines:
+def baselines(validation: "ValidationRows", train_counts: np.ndarray) -> Baselines:
     """The baselines of a validation text.
 
     Args:

@@ -7,11 +7,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..hub import access
+from .data_arguments import DEFAULT_VOCAB_SIZE
 
 END_OF_TEXT = "<|endoftext|>"
-DEFAULT_VOCAB_SIZE = 4096
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
-LARGEST_VOCAB_SIZE = 1 << 24  # the trainer takes memory for all of it beforehand
 
 
 def byte_symbols() -> list[str]:
