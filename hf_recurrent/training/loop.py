@@ -217,8 +217,7 @@ class Run:
                 f"the tokenizer does not fit the model: it has {tokens} tokens, "
                 f"the model's vocabulary has {model.config.vocab_size}"
             )
-        if args.gradient_checkpointing:
-            checkpoint_activations(model)
+        self.loss_options = checkpoint_activations(model) if args.gradient_checkpointing else {}
         if args.compile:
             check_compiler(self.accelerator.device)
             distributed.compile_model(self.accelerator, model)
@@ -313,11 +312,11 @@ class Run:
             if self.args.bptt_chunk is not None:
                 chunk, carry_gradients = self.args.bptt_chunk, self.args.bptt_carry_gradients
                 total += backward_in_chunks(
-                    self.accelerator, self.model, batch, targets, chunk, carry_gradients, synchronise
+                    self.accelerator, self.model, batch, targets, chunk, carry_gradients, synchronise, self.loss_options
                 )
                 continue
             with contextlib.nullcontext() if synchronise else distributed.accumulating(self.accelerator, self.model):
-                loss = self.model(**batch, num_items_in_batch=targets, use_cache=False).loss
+                loss = self.model(**batch, num_items_in_batch=targets, use_cache=False, **self.loss_options).loss
                 # Gradients are averaged over processes, and the sum is wanted.
                 self.accelerator.backward(loss * self.processes)
             total += loss.detach()
@@ -384,7 +383,7 @@ class Run:
                 counts = len(chosen) > 0  # else this process has had its share
                 chosen = chosen if counts else rows[:1]
                 batch = self._batch({name: value[chosen] for name, value in self.validation.rows.items()})
-                loss = self.model(**batch, num_items_in_batch=one, use_cache=False).loss
+                loss = self.model(**batch, num_items_in_batch=one, use_cache=False, **self.loss_options).loss
                 total[0] += counts * loss
                 total[1] += counts * (batch["labels"] != IGNORED).sum()
         self.model.train()
