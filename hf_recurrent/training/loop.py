@@ -30,7 +30,7 @@ from .bptt import backward_in_chunks
 from .documents import Corpus
 from .folder import ARGUMENTS, BAD_BATCHES, TRACKERS, RunFolder
 from .health import health
-from .input import build_rows, first_texts, summary
+from .input import build_rows, first_texts, prune_token_cache, summary
 from .loss_policy import LossPolicy, Verdict
 from .model import check_folder, checkpoint_activations, create_model, load_model
 from .optimizer import create_optimizer, learning_rate_ratio
@@ -60,7 +60,7 @@ FREE |= {"compile", "cpu", "log_steps", "eval_steps", "eval_rows", "save_steps",
 FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size"}
 # What is watched, and what is done about it.
 FREE |= {"on_bad_loss", "on_loss_spike", "loss_spike_threshold", "max_skipped_steps", "health_steps", "log_with"}
-FREE |= {"token_cache", "license", "language", "fsdp", "timeout_minutes"}
+FREE |= {"token_cache", "token_cache_gb", "license", "language", "fsdp", "timeout_minutes"}
 
 
 @dataclasses.dataclass
@@ -139,6 +139,9 @@ class Run:
         corpus = load_corpus(data_args, train_args.seed)
         self.tokenizer = self._tokenizer(corpus, checkpoint)
         self.rows = build_rows(corpus, self.tokenizer, data_args, train_args.seed, visible=self.rank == 0)
+        self.accelerator.wait_for_everyone()  # every process has found its tokens in the cache
+        if self.accelerator.is_local_main_process and (removed := prune_token_cache(self.rows, data_args)):
+            tqdm.write(removed)
         self.total_steps = self._total_steps()
         set_seed(train_args.seed)
         model = self._model()
