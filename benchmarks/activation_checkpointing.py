@@ -2,9 +2,9 @@
 
 Models of about 125M parameters (the paper's own where there is a preset), one row of 2048 tokens, float32, AdamW.
 Memory is the largest resident size of two steps beyond that of a process that has only imported the package: weights,
-gradients, AdamW's moments, activations and logits. Each figure has a process of its own. Time is that of forward and
-backward with checkpointing divided by that of the same without, measured just before it; the optimiser's step is in
-neither.
+gradients, AdamW's moments, activations and logits. With checkpointing, blocks are computed again in backward, and so
+are the logits, a few positions at a time. Each figure has a process of its own. Time is that of forward and backward
+with checkpointing divided by that of the same without, measured just before it; the optimiser's step is in neither.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from hf_recurrent.training.model import checkpoint_activations
 LENGTH = 2048
 
 
-def loss_of(model: PreTrainedModel, length: int) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, length: int, options: dict[str, bool]) -> torch.Tensor:
     ids = torch.arange(length)[None] % model.config.vocab_size
-    return model(input_ids=ids, labels=ids, use_cache=False).loss
+    return model(input_ids=ids, labels=ids, use_cache=False, **options).loss
 
 
 def new_model(family: str, quick: bool) -> PreTrainedModel:
@@ -40,11 +40,10 @@ def memory(family: str, checkpointing: bool, quick: bool) -> int:
 
     def steps() -> None:
         model = new_model(family, quick)
-        if checkpointing:
-            checkpoint_activations(model)
+        options = checkpoint_activations(model) if checkpointing else {}
         optimizer = torch.optim.AdamW(model.parameter_groups(1e-4, 0.1), fused=True)
         for _ in range(2):
-            loss_of(model, LENGTH).backward()
+            loss_of(model, LENGTH, options).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -55,16 +54,16 @@ def time(family: str, rounds: int, quick: bool) -> dict:
     """The step with checkpointing, and its ratio to the step without."""
     model, checkpointed = new_model(family, quick), new_model(family, quick)
     checkpointed.load_state_dict(model.state_dict())
-    checkpoint_activations(checkpointed)
+    options = checkpoint_activations(checkpointed)
 
-    def step(chosen: PreTrainedModel):
+    def step(chosen: PreTrainedModel, options: dict[str, bool]):
         def run(_) -> None:
-            loss_of(chosen, LENGTH).backward()
+            loss_of(chosen, LENGTH, options).backward()
             chosen.zero_grad()
 
         return run
 
-    timings = paired(step(model), {"checkpointing": step(checkpointed)}, rounds)
+    timings = paired(step(model, {}), {"checkpointing": step(checkpointed, options)}, rounds)
     return {"parameters": model.num_parameters(), **timings["checkpointing"].summary()}
 
 

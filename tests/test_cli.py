@@ -455,6 +455,7 @@ def test_info(run, model):
     assert "logical cores" in facts["devices"]["cpu"]
     assert facts["backends"]["report"] == hf_recurrent.backend_report()
     assert facts["backends"]["used"]["cpu tensors"] in hf_recurrent.available_backends()
+    assert facts["cache"].keys() == {"folder", "token streams", "token bytes"}
     loaded = AutoModelForCausalLM.from_pretrained(model)
     cache = loaded(torch.zeros(1, 5, dtype=torch.long), use_cache=True).past_key_values
     assert facts["model"] == {

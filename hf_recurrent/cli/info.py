@@ -32,7 +32,7 @@ examples:
 
 def run(argv: list[str]) -> int:
     args = _parser().parse(argv)
-    facts = {"versions": _versions(), "devices": _devices(), "backends": _backends()}
+    facts = {"versions": _versions(), "devices": _devices(), "backends": _backends(), "cache": _cache()}
     if args.model is not None:
         facts["model"] = _model_facts(args.model)
     if args.preset is not None:
@@ -74,6 +74,14 @@ def _backends() -> dict[str, dict[str, str]]:
             "other tensors": "chunked",
         },
     }
+
+
+def _cache() -> dict[str, str | int]:
+    from ..scan.kernel_cache import cache_folder
+    from ..training.token_cache import entries
+
+    sizes = entries().values()
+    return {"folder": str(cache_folder()), "token streams": len(sizes), "token bytes": sum(sizes)}
 
 
 def _model_facts(name: str) -> dict[str, object]:
@@ -133,6 +141,7 @@ def _show(facts: dict) -> str:
         "devices": facts["devices"],
         "scan backends": facts["backends"]["report"],
         "backend used for": facts["backends"]["used"],
+        "cache": facts["cache"],
     }
     if "model" in facts:
         sections["model"] = facts["model"]

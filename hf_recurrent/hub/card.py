@@ -33,7 +33,7 @@ TASKS = {  # by the end of the model class's name: the Hub's name of the task, a
 }
 # Settings that say where a run lay and how it was watched, not how the model was made.
 UNSAID = {"output_dir", "overwrite", "resume", "log_steps", "eval_rows", "save_steps", "keep_checkpoints", "cpu"}
-UNSAID |= {"license", "language", "token_cache", "health_steps", "log_with"}
+UNSAID |= {"license", "language", "token_cache", "token_cache_gb", "health_steps", "log_with"}
 METRICS = {
     "validation_loss": ("loss", "Loss (nats per token)"),
     "validation_perplexity": ("perplexity", "Perplexity"),

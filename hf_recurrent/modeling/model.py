@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -24,7 +25,8 @@ from ..scan.split import document_borders
 from .cache import RecurrentCache, StaticRecurrentCache
 from .cache_layers import recorded_calls
 from .configuration import RecurrentConfig
-from .layers import Linear, RecurrentBlock, RMSNorm, ShortConvolution
+from .head import LanguageModelHead, Project, number_of_chunks, sum_in_chunks
+from .layers import RecurrentBlock, RMSNorm, ShortConvolution
 
 IGNORED = -100  # a label without a loss
 # What the loss takes beside logits and labels; Trainer sends the first.
@@ -574,7 +576,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
     def __init__(self, config: RecurrentConfig):
         super().__init__(config)
         self.model = self.model_class(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -588,6 +590,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        skip_logits: bool = False,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """
@@ -596,19 +599,26 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
                 labels[t + 1].
             logits_to_keep: how many of the last positions get logits, 0 for all; or the positions, (positions,) for all
                 rows or (B, positions) for each; or a bool mask (B, L), which flattens the logits to (True, vocab_size).
+            skip_logits: whether to return the loss without logits. They are then computed for a few positions at a
+                time, and again in backward, so that those of all never take memory. A `loss_function` of one's own must
+                be a sum over tokens, divided by `num_items_in_batch`.
             kwargs: `num_items_in_batch` (the loss is then the sum over tokens divided by it), `ignore_index` and
                 `shift_labels` (labels that are already shifted) for the loss; the rest as in `RecurrentModel.forward`,
                 as all other arguments.
 
         Returns:
-            loss with `labels` or `shift_labels`; logits, (B, L or logits_to_keep, vocab_size); past_key_values and
-            hidden_states as `RecurrentModel.forward`.
+            loss with `labels` or `shift_labels`; logits, (B, L or logits_to_keep, vocab_size), None with
+            `skip_logits`; past_key_values and hidden_states as `RecurrentModel.forward`.
 
         Raises:
-            What `RecurrentModel.forward` raises; ValueError for labels that do not fit the logits; IndexError for a
-            label outside the vocabulary.
+            What `RecurrentModel.forward` raises; ValueError for labels that do not fit the logits, or `skip_logits`
+            without any; IndexError for a label outside the vocabulary.
         """
         loss_kwargs = {name: kwargs.pop(name) for name in LOSS_KWARGS if kwargs.get(name) is not None}
+        name = "shift_labels" if "shift_labels" in loss_kwargs else "labels"
+        targets = loss_kwargs.get(name, labels)
+        if skip_logits and targets is None:
+            raise ValueError("skip_logits=True needs labels: there would be neither logits nor a loss")
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -618,24 +628,23 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(keep_positions(outputs.last_hidden_state, logits_to_keep))
-
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
+        if targets is not None and targets.shape != hidden_states.shape[:-1]:
+            raise ValueError(
+                f"{name} must have the shape {tuple(hidden_states.shape[:-1])} of the positions with logits, "
+                f"got {tuple(targets.shape)}"
+            )
+        logits = None if skip_logits else self.lm_head(hidden_states)
         loss = None
-        shift_labels = loss_kwargs.get("shift_labels")
-        if labels is not None or shift_labels is not None:
-            name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-            if given.shape != logits.shape[:-1]:
-                raise ValueError(
-                    f"{name} must have the shape {tuple(logits.shape[:-1])} of the positions with logits, "
-                    f"got {tuple(given.shape)}"
-                )
-            if shift_labels is not None:
-                loss_kwargs["shift_labels"] = shift_labels.contiguous()
+        if targets is not None:
+            if name == "shift_labels":
+                loss_kwargs[name] = targets.contiguous()
             size, ignored = self.config.vocab_size, loss_kwargs.get("ignore_index", IGNORED)
-            loss = classes_checked(
-                lambda: self.loss_function(logits=logits, labels=labels, vocab_size=size, **loss_kwargs),
-                name, given, size, ignored,
-            )  # fmt: skip
+            if skip_logits:
+                loss_of = functools.partial(self._loss_in_chunks, hidden_states)
+            else:
+                loss_of = functools.partial(self.loss_function, logits=logits, vocab_size=size)
+            loss = classes_checked(lambda: loss_of(labels=labels, **loss_kwargs), name, targets, size, ignored)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -643,6 +652,35 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _loss_in_chunks(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+    ) -> Tensor:
+        """`self.loss_function` of the logits of `hidden_states`, which are never there all together."""
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if num_items_in_batch is None:
+            num_items_in_batch = (shift_labels != ignore_index).sum()
+        options = {"ignore_index": ignore_index, "num_items_in_batch": num_items_in_batch}
+        size = self.config.vocab_size
+
+        def loss_of(project: Project, hidden_states: Tensor) -> Tensor:
+            def loss(x: Tensor, targets: Tensor) -> Tensor:
+                return self.loss_function(
+                    logits=project(x), labels=None, shift_labels=targets, vocab_size=size, **options
+                )
+
+            chunks = number_of_chunks(size, self.config.hidden_size)
+            return sum_in_chunks(loss, hidden_states, shift_labels, chunks)
+
+        if isinstance(self.lm_head, LanguageModelHead):
+            return self.lm_head(hidden_states, loss_of)
+        return loss_of(self.lm_head, hidden_states)  # an adapter or another in its place
 
     def prepare_inputs_for_generation(
         self,

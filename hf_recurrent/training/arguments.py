@@ -118,7 +118,9 @@ class TrainArguments:
     bptt_carry_gradients: bool = option(
         False, "Let gradients flow through the state into the chunks before: those of the whole row, at its memory."
     )
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass, to save memory.")
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations, those of the head too, in the backward pass, to save memory."
+    )
     compile: bool = option(False, "Compile the model by torch.compile.")
     cpu: bool = option(False, "Train on the CPU even where there is an accelerator.")
     fsdp: bool = option(

@@ -1,7 +1,8 @@
 """Truncated backpropagation through time: rows are read in chunks, each of which starts from the state before it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -29,6 +30,7 @@ def backward_in_chunks(
     size: int,
     carry_gradients: bool = False,
     synchronise: bool = True,
+    loss_options: Mapping[str, bool] = MappingProxyType({}),
 ) -> Tensor:
     """
     Adds the gradients of a batch of rows, read in chunks of `size` tokens, to the model's. A document that starts
@@ -42,6 +44,7 @@ def backward_in_chunks(
         carry_gradients: whether they flow through the state into the chunks before. They are then those of one call
             whatever the size, and all chunks stay in memory; otherwise one at a time does.
         synchronise: whether the last chunk sends the gradients to the other processes.
+        loss_options: what else each call of the model is given.
 
     Returns:
         The loss, 0-dim, without a graph.
@@ -51,7 +54,8 @@ def backward_in_chunks(
     for number, part in enumerate(parts, start=1):
         last = number == len(parts)
         with contextlib.nullcontext() if last and synchronise else distributed.accumulating(accelerator, model):
-            loss = model(**part, num_items_in_batch=targets, past_key_values=cache, use_cache=True).loss
+            options = {"num_items_in_batch": targets, **loss_options}
+            loss = model(**part, **options, past_key_values=cache, use_cache=True).loss
             total, pending = total + loss.detach(), pending + loss
             if last or not carry_gradients:
                 # Gradients are averaged over processes, and the sum is wanted.

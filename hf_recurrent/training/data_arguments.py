@@ -138,6 +138,9 @@ class DataArguments(SourceArguments):
     token_cache: bool = option(
         True, "Keep tokens in the cache folder for later runs on the same documents with the same tokenizer."
     )
+    token_cache_gb: float = option(
+        50.0, "Gigabytes that these tokens may take: beyond, those used longest ago are removed, this run's never."
+    )
     sequence_length: int = option(256, "Tokens in a row.")
     packing: bool = option(
         True,
@@ -158,6 +161,7 @@ class DataArguments(SourceArguments):
         require(self, "max_validation_documents", at_least=1)
         require(self, "vocab_size", at_least=1, at_most=LARGEST_VOCAB_SIZE)
         require(self, "sequence_length", at_least=2)
+        require(self, "token_cache_gb", at_least=0)
         require(self, "validation_share", at_least=0, below=1)
 
     def _check_sources(self) -> None:

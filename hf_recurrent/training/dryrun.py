@@ -66,11 +66,12 @@ class Counts:
     activations: int
 
 
-def count(model: PreTrainedModel, rows: int, length: int) -> Counts:
+def count(model: PreTrainedModel, rows: int, length: int, **loss_options: bool) -> Counts:
     """Count on the meta device, where shapes are computed and nothing else.
 
     Args:
         model: on the meta device, in training mode.
+        loss_options: what else its call is given.
     """
     kept: dict[int, int] = {}
     alive = []  # so that no address is counted for two tensors
@@ -83,7 +84,7 @@ def count(model: PreTrainedModel, rows: int, length: int) -> Counts:
 
     ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss = model(ids, labels=ids, use_cache=False).loss
+        loss = model(ids, labels=ids, use_cache=False, **loss_options).loss
     parameters = sum(parameter.numel() for parameter in model.parameters())
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     del loss
@@ -111,8 +112,8 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
         model = AutoModelForCausalLM.from_config(config).train()
     counts = count(model, batch_size, data_args.sequence_length)
     if train_args.gradient_checkpointing:
-        checkpoint_activations(model)
-        counts.activations = count(model, batch_size, data_args.sequence_length).activations
+        options = checkpoint_activations(model)
+        counts.activations = count(model, batch_size, data_args.sequence_length, **options).activations
     # Backward, each matrix product is two; with checkpointing the forward pass is done twice.
     flops = counts.flops * passes * (4 if train_args.gradient_checkpointing else 3)
     tokens = batch_size * passes * data_args.sequence_length

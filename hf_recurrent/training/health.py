@@ -146,7 +146,7 @@ def health(model: nn.Module, batch: dict[str, Tensor], add: Callable[[Tensor], T
     try:
         most = min(batch["input_ids"].shape[1], TOKENS)  # the same in all processes, and so the windows
         with watching(model, most) as layers, torch.compiler.set_stance("force_eager"):
-            model(**row, use_cache=False)
+            model(**row, use_cache=False, logits_to_keep=1)  # of all positions they could take more memory than a step
     finally:
         model.train(training)
     names = list(layers[0])

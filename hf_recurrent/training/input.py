@@ -10,7 +10,7 @@ from .data_arguments import DataArguments
 from .documents import Corpus, Part
 from .mixing import MixedRows
 from .rows import ShuffledRows, StreamedRows
-from .token_cache import tokenised
+from .token_cache import prune, tokenised
 
 TOKENIZER_TRAINING_CHARACTERS = 100_000_000  # of the corpus's beginning; a BPE learns nothing more from more
 
@@ -39,6 +39,20 @@ def _part(part: Part, tokenizer, args: DataArguments, seed: int, visible: bool) 
         return StreamedRows(part.train, tokenizer, length, packing, name)
     stream = tokenised(tokenizer, part.train, "tokenising" if visible else None, cache=args.token_cache)
     return ShuffledRows(stream, length, seed, packing, name)
+
+
+def prune_token_cache(rows: Rows, args: DataArguments) -> str:
+    """Keep the token cache within its bound, and in it the tokens of `rows`; a line that tells what was removed, ""
+    where nothing was."""
+    if not args.token_cache:
+        return ""
+    parts = rows.parts if isinstance(rows, MixedRows) else [rows]
+    used = [part.stream for part in parts if isinstance(part, ShuffledRows)]
+    number, size = prune(args.token_cache_gb * 1e9, used)
+    folders = "1 folder" if number == 1 else f"{number:,} folders"
+    return f"token cache  {folders} removed, {size / 1e9:.2f} GB (--token-cache-gb {args.token_cache_gb:g})" * (
+        number > 0
+    )
 
 
 def first_texts(corpus: Corpus, visible: bool = True) -> Iterator[str]:

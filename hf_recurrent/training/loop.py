@@ -31,7 +31,7 @@ from .data_arguments import DEFAULT_VOCAB_SIZE
 from .documents import Corpus
 from .folder import ARGUMENTS, BAD_BATCHES, TRACKERS, RunFolder
 from .health import health
-from .input import build_rows, first_texts, summary
+from .input import build_rows, first_texts, prune_token_cache, summary
 from .loss_policy import LossPolicy, Verdict
 from .model import check_folder, checkpoint_activations, create_model, load_model
 from .optimizer import create_optimizer, learning_rate_ratio
@@ -61,7 +61,7 @@ FREE |= {"compile", "cpu", "log_steps", "eval_steps", "eval_rows", "save_steps",
 FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size"}
 # What is watched, and what is done about it.
 FREE |= {"on_bad_loss", "on_loss_spike", "loss_spike_threshold", "max_skipped_steps", "health_steps", "log_with"}
-FREE |= {"token_cache", "license", "language", "fsdp", "timeout_minutes"}
+FREE |= {"token_cache", "token_cache_gb", "license", "language", "fsdp", "timeout_minutes"}
 
 
 @dataclasses.dataclass
@@ -140,6 +140,9 @@ class Run:
         corpus = load_corpus(data_args, train_args.seed)
         self.tokenizer = self._tokenizer(corpus, checkpoint)
         self.rows = build_rows(corpus, self.tokenizer, data_args, train_args.seed, visible=self.rank == 0)
+        self.accelerator.wait_for_everyone()  # every process has found its tokens in the cache
+        if self.accelerator.is_local_main_process and (removed := prune_token_cache(self.rows, data_args)):
+            tqdm.write(removed)
         self.total_steps = self._total_steps()
         set_seed(train_args.seed)
         model = self._model()
@@ -218,8 +221,7 @@ class Run:
                 f"the tokenizer does not fit the model: it has {tokens} tokens, "
                 f"the model's vocabulary has {model.config.vocab_size}"
             )
-        if args.gradient_checkpointing:
-            checkpoint_activations(model)
+        self.loss_options = checkpoint_activations(model) if args.gradient_checkpointing else {}
         if args.compile:
             check_compiler(self.accelerator.device)
             distributed.compile_model(self.accelerator, model)
@@ -314,11 +316,11 @@ class Run:
             if self.args.bptt_chunk is not None:
                 chunk, carry_gradients = self.args.bptt_chunk, self.args.bptt_carry_gradients
                 total += backward_in_chunks(
-                    self.accelerator, self.model, batch, targets, chunk, carry_gradients, synchronise
+                    self.accelerator, self.model, batch, targets, chunk, carry_gradients, synchronise, self.loss_options
                 )
                 continue
             with contextlib.nullcontext() if synchronise else distributed.accumulating(self.accelerator, self.model):
-                loss = self.model(**batch, num_items_in_batch=targets, use_cache=False).loss
+                loss = self.model(**batch, num_items_in_batch=targets, use_cache=False, **self.loss_options).loss
                 # Gradients are averaged over processes, and the sum is wanted.
                 self.accelerator.backward(loss * self.processes)
             total += loss.detach()
@@ -385,7 +387,7 @@ class Run:
                 counts = len(chosen) > 0  # else this process has had its share
                 chosen = chosen if counts else rows[:1]
                 batch = self._batch({name: value[chosen] for name, value in self.validation.rows.items()})
-                loss = self.model(**batch, num_items_in_batch=one, use_cache=False).loss
+                loss = self.model(**batch, num_items_in_batch=one, use_cache=False, **self.loss_options).loss
                 total[0] += counts * loss
                 total[1] += counts * (batch["labels"] != IGNORED).sum()
         self.model.train()

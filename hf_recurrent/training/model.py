@@ -11,6 +11,7 @@ from transformers.utils import logging
 from ..hub import access
 from ..messages import first_line, nearest
 from ..modeling import FAMILIES
+from ..modeling.model import RecurrentPreTrainedModel
 from .arguments import ModelArguments, flag
 
 # Small enough for two CPU cores; a family's own defaults are those of its paper's smaller language models.
@@ -149,7 +150,13 @@ def load_model(name: str, what: str = "--model", model_class: type = AutoModelFo
     return model
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Let the blocks run again in the backward pass, where only their inputs have been kept."""
+def checkpoint_activations(model: PreTrainedModel) -> dict[str, bool]:
+    """Let the blocks run again in the backward pass, where only their inputs have been kept.
+
+    Returns:
+        What each call of the model is to be given, by which the same goes for the head: the loss is computed in pieces.
+        Nothing for a model that is not ours.
+    """
     # Named so since Transformers 5.23, which warns of the older name.
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return {"skip_logits": True} if isinstance(model, RecurrentPreTrainedModel) else {}

@@ -2,12 +2,17 @@
 
 A folder's name is a hash of every text, of the tokenizer's files, and of the versions that could read them differently.
 It holds `tokens.bin`, which is mapped into memory, so that processes share it and a corpus may be larger than memory;
-`starts.npy`; and `stream.json`, with their sizes and their digest. It appears whole or not at all.
+`starts.npy`; and `stream.json`, with their sizes and their digest. It appears whole or not at all. Its time of
+modification is when it was last used, by which `prune` chooses.
 """
 
+import contextlib
 import hashlib
 import json
+import os
+import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,17 +20,81 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 import transformers
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..files import replacing_folder
+from ..files import UNFINISHED, replacing_folder
 from ..messages import first_line
 from ..scan.kernel_cache import cache_folder
 from .documents import Documents
 from .tokens import TokenStream, concatenate, encode
 
 FORMAT = 1
+ABANDONED = 24 * 3600  # seconds after which nobody is still writing what is unfinished
+
+
+def tokens_folder() -> Path:
+    return cache_folder() / "tokens"
+
+
+def entries() -> dict[Path, int]:
+    """The folders in the cache, unfinished ones too, and their bytes; those used longest ago come first."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in tokens_folder().iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process may be removing it
+                if path.is_dir():
+                    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                    found.append((path.stat().st_mtime, path, size))
+    return {path: size for _, path, size in sorted(found)}
+
+
+def prune(most_bytes: float, used: Iterable[TokenStream]) -> tuple[int, int]:
+    """Remove what was used longest ago, until the cache takes at most so many bytes, and what interrupted processes
+    have left in it for a day.
+
+    Args:
+        used: streams of this run, which stay, whatever they take. What another process reads or writes at this moment
+            stays as well; what it has mapped into memory stays readable to it.
+
+    Returns:
+        How many entries have been removed, and their bytes.
+    """
+    found = entries()
+    kept = {Path(stream.tokens.filename).parent for stream in used if isinstance(stream.tokens, np.memmap)}
+    total, removed, freed = sum(found.values()), 0, 0
+    for path, size in found.items():
+        if path.name.startswith(UNFINISHED):
+            with contextlib.suppress(FileNotFoundError):
+                gone = _last_change(path) < time.time() - ABANDONED and _remove(path)
+        else:
+            gone = total > most_bytes and path not in kept and _remove_unused(path)
+        if gone:
+            total, removed, freed = total - size, removed + 1, freed + size
+    return removed, freed
+
+
+def _last_change(folder: Path) -> float:
+    return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+
+
+def _remove_unused(folder: Path) -> bool:
+    try:
+        with FileLock(f"{folder}.lock", timeout=0):
+            return _remove(folder)
+    except (OSError, Timeout):
+        return False
+
+
+def _remove(folder: Path) -> bool:
+    """Whether the folder is gone. `stream.json` goes first, without which what is left is known to be damaged."""
+    try:
+        (folder / "stream.json").unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except OSError:  # on some systems a mapped file cannot be removed
+        return False
+    return True
 
 
 def tokenised(
@@ -39,7 +108,7 @@ def tokenised(
     """
     if cache:
         texts = _counted(documents.texts(), description and "reading")
-        folder = cache_folder() / "tokens" / _key(tokenizer, texts)
+        folder = tokens_folder() / _key(tokenizer, texts)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):  # of several processes one tokenises, and the others wait for it
@@ -99,6 +168,8 @@ def _read(folder: Path) -> TokenStream | None:
         tokens = np.memmap(folder / "tokens.bin", np.dtype(about["dtype"]), "r")
         stream = TokenStream(tokens, np.load(folder / "starts.npy", allow_pickle=False))
         if stream.digest == about["digest"]:
+            with contextlib.suppress(OSError):  # a cache that may only be read
+                os.utime(folder)
             return stream
         reason = "it has changed"
     except (OSError, ValueError, KeyError, TypeError) as error:

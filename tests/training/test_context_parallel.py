@@ -68,10 +68,13 @@ def compare(config, kind, checkpointing=False):
     if checkpointing:
         model.gradient_checkpointing_enable()
     with context_parallel(model):
-        mine = model(**{name: shares(x, lengths) for name, x in batch.items()})
+        parts = {name: shares(x, lengths) for name, x in batch.items()}
+        mine = model(**parts)
         (mine.logits.sin() * shares(weights, lengths)).sum().backward()
+        alone = model(**parts, skip_logits=True).loss.detach()
     sum_gradients(model)
     loss = mine.loss.detach()
+    torch.testing.assert_close(alone, loss, rtol=1e-6, atol=1e-7)
     dist.all_reduce(loss)
     exactly, mask = {"rtol": 1e-10, "atol": 1e-12}, shares(real, lengths)
     torch.testing.assert_close(mine.logits[mask], shares(whole.logits, lengths)[mask], **exactly)

@@ -1,10 +1,17 @@
 """Tokens are made once for each text and tokenizer, and whatever lies in the cache is checked."""
 
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import numpy as np
 import pytest
+from filelock import FileLock
 
-from hf_recurrent.training import token_cache
-from hf_recurrent.training.documents import Documents
+from hf_recurrent.training import DataArguments, token_cache
+from hf_recurrent.training.documents import Corpus, Documents, Part
+from hf_recurrent.training.input import build_rows, prune_token_cache
 from hf_recurrent.training.token_cache import tokenised
 from hf_recurrent.training.tokenizer import byte_tokenizer, train_bpe
 from hf_recurrent.training.tokens import concatenate, encode
@@ -85,3 +92,50 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(token_cache, "cache_folder", lambda: tmp_path / "file")
     with pytest.warns(UserWarning, match="tokens are not kept for later runs: .*Not a directory"):
         assert len(tokenised(byte_tokenizer(), documents(*TEXTS)).starts) == 3
+
+
+def used(cache, *texts):
+    """The stream of a text, and its folder."""
+    stream = tokenised(byte_tokenizer(), documents(*texts))
+    return stream, Path(stream.tokens.filename).parent
+
+
+def test_what_was_used_longest_ago_goes_first(cache):
+    streams, folders = zip(*(used(cache, name * 500) for name in "abcd"), strict=True)
+    for age, folder in enumerate(reversed(folders)):
+        os.utime(folder, (time.time() - 60 * (age + 1),) * 2)
+    size = sum(token_cache.entries().values())
+    assert list(token_cache.entries()) == list(folders) and size > 4 * 500
+    assert token_cache.prune(size, []) == (0, 0)
+    used(cache, "a" * 500)  # which makes it the newest
+    assert list(token_cache.entries())[0] == folders[1]
+    number, freed = token_cache.prune(size / 2, [streams[1]])
+    assert number == 2 and freed == pytest.approx(size / 2, rel=0.05)
+    assert set(token_cache.entries()) == {folders[0], folders[1]}
+    assert streams[2].tokens.tolist()[1:501] == [99] * 500  # still mapped
+    with FileLock(f"{folders[0]}.lock", thread_local=False), ThreadPoolExecutor() as another:
+        assert another.submit(token_cache.prune, 0, [streams[1]]).result() == (0, 0)
+    assert token_cache.prune(0, []) == (2, size - freed)
+    assert not token_cache.entries() and not entries(cache)
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(cache):
+    _, folder = used(cache, *TEXTS)
+    left = cache / ".unfinished-x" / "entry"
+    left.mkdir(parents=True)
+    (left / "tokens.bin").write_bytes(bytes(1000))
+    assert token_cache.prune(1e9, []) == (0, 0)
+    for path in (left / "tokens.bin", left, left.parent):
+        os.utime(path, (time.time() - 25 * 3600,) * 2)
+    assert token_cache.prune(1e9, []) == (1, 1000)
+    assert list(token_cache.entries()) == [folder]
+
+
+def test_a_run_keeps_its_own_tokens(cache, capsys):
+    tokenizer, corpus = byte_tokenizer(), Corpus([Part("text", documents("ab" * 400))], None)
+    args = DataArguments(sequence_length=16, token_cache_gb=0)
+    _, other = used(cache, "other")
+    rows = build_rows(corpus, tokenizer, args, seed=0, visible=False)
+    assert prune_token_cache(rows, args) == "token cache  1 folder removed, 0.00 GB (--token-cache-gb 0)"
+    assert prune_token_cache(rows, args) == "" and not other.exists() and len(token_cache.entries()) == 1
+    assert prune_token_cache(rows, DataArguments(token_cache=False)) == ""
