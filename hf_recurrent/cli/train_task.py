@@ -19,6 +19,7 @@ examples:
   hf-recurrent train --task associative_recall --task-args length=64,pairs=4,vocab_size=64 --model-type longhorn
   hf-recurrent train --task listops --task-args shortest=20,longest=100 --output-dir runs/listops
   hf-recurrent train --task memory_horizon --model-type gateloop --output-dir runs/horizon --resume auto
+  hf-recurrent train --task associative_recall --task-args length=128 --model-type longhorn --start-from runs/recall-64
   hf-recurrent train --task tones --task-args rate=4000,seconds=0.5 --learning-rate 1e-3
 """,
     )
@@ -37,6 +38,7 @@ examples:
     add("--batch-size", type=number(int, 1), default=64, metavar="N", help="examples of a step")
     add("--learning-rate", type=number(float, 0), default=3e-3, metavar="X", help="of AdamW")
     add("--weight-decay", type=number(float, 0), default=0.0, metavar="X", help="of matrices")
+    add("--start-from", metavar="DIR", help="begin with the weights of an earlier run, of the same model")
     add("--eval-examples", type=number(int, 1), default=1000, metavar="N", help="others, to measure on")
     add("--seed", type=number(int, 0), default=0, metavar="N", help="of weights and examples")
     add("--output-dir", metavar="DIR", help="save the model, task.json and checkpoints there")
@@ -75,6 +77,7 @@ def run(argv: list[str]) -> int:
     for name in overrides.keys() & config.keys():
         raise CommandLineError(f"--config-overrides: {name} has a flag of its own")
     names = ("task", "model_type", "max_steps", "batch_size", "learning_rate", "weight_decay", "eval_examples", "seed")
+    names += ("start_from",)
     fields = {name: getattr(args, name) for name in names}
     training = TaskTraining(
         sizes=parse_overrides(args.task_args or "", "--task-args"), config=config | overrides, **fields

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from ..messages import nearest
-from ..training.model import families
+from ..training.model import families, load_model
 from . import TASKS, generate
 from .listops import VOCABULARY
 
@@ -45,6 +45,8 @@ class TaskTraining:
             half a cosine; gradients are clipped to the norm 1.
         eval_examples: of the validation split, on which `metric` is measured, `evaluations` times in equal steps.
         seed: of the weights and the examples.
+        start_from: a folder with the model of an earlier run, of the same family and sizes, whose weights this one
+            starts from, with a new optimiser: for a curriculum, from short examples to long ones.
     """
 
     task: str
@@ -58,6 +60,7 @@ class TaskTraining:
     eval_examples: int = 1000
     evaluations: int = 10
     seed: int = 0
+    start_from: str | None = None
 
     def __post_init__(self):
         if self.task not in TRAINABLE:
@@ -77,7 +80,8 @@ class TaskTraining:
         """A new model for the task.
 
         Raises:
-            ValueError: a field that the family does not have, or a value that does not fit.
+            ValueError: a field that the family does not have, or a value that does not fit; no model in `start_from`,
+                or another one.
         """
         auto, sizes_of_task = self._head()
         config_class = (families() | PEERS)[self.model_type]
@@ -90,7 +94,24 @@ class TaskTraining:
             config = config_class(**{"hidden_size": 64, "num_hidden_layers": 2, **self.config}, **sizes_of_task)
         except (StrictDataclassError, TypeError, ValueError) as error:
             raise ValueError(f"{config_class.__name__}: {' '.join(str(error).split())}") from None
-        return auto.from_config(config)
+        model = auto.from_config(config)
+        if self.start_from is not None:
+            self._start(model, load_model(self.start_from, "--start-from", auto))
+        return model
+
+    def _start(self, model: PreTrainedModel, earlier: PreTrainedModel) -> None:
+        """Give `model` the weights of another."""
+        if type(earlier) is not type(model):
+            kinds = f"a {type(earlier).__name__}, expected a {type(model).__name__}"
+            raise ValueError(f"--start-from {self.start_from}: holds {kinds}")
+        weights = earlier.state_dict()
+        for name, weight in model.state_dict().items():
+            shape = tuple(weights[name].shape) if name in weights else None
+            if shape != tuple(weight.shape):
+                raise ValueError(
+                    f"--start-from {self.start_from}: {name} has the shape {shape}, here it is {tuple(weight.shape)}"
+                )
+        model.load_state_dict(weights)
 
     @property
     def metric(self) -> str:

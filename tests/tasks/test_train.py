@@ -1,5 +1,6 @@
 """`hf-recurrent train --task`."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -73,6 +74,26 @@ def test_listops_has_a_classifier(tmp_path):
     training = TaskTraining("listops", SMALL["listops"], "longhorn", max_steps=2, batch_size=4, eval_examples=4)
     train_task(training, tmp_path)
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path).config.num_labels == 10
+
+
+def test_a_curriculum_starts_from_the_weights_of_an_earlier_run(tmp_path):
+    config = {"hidden_size": 8, "num_hidden_layers": 1}
+    sizes = {"length": 12, "pairs": 2, "vocab_size": 12}
+    short = TaskTraining("associative_recall", sizes, "longhorn", config, max_steps=3, eval_examples=4)
+    train_task(short, tmp_path / "short")
+    longer = dataclasses.replace(short, sizes=sizes | {"length": 20}, start_from=str(tmp_path / "short"), seed=1)
+    earlier = AutoModelForCausalLM.from_pretrained(tmp_path / "short")
+    begun = longer.create_model().state_dict()
+    assert all(torch.equal(begun[name], weight) for name, weight in earlier.state_dict().items())
+    assert train_task(longer)["start_from"] == str(tmp_path / "short")
+    for changes, message in (
+        ({"config": config | {"hidden_size": 12}}, r"model.embed_tokens.weight has the shape \(12, 8\), here it is"),
+        ({"config": config | {"num_hidden_layers": 2}}, r"has the shape None, here it is"),
+        ({"model_type": "mingru"}, "holds a LonghornForCausalLM, expected a MinGRUForCausalLM"),
+        ({"start_from": str(tmp_path)}, "--start-from .*: the folder has no config.json, so it holds no model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(longer, **changes).create_model()
 
 
 # ---- interruptions ---------------------------------------------------------------------------------------------------
