@@ -1,6 +1,7 @@
 """Training on a generated task: fresh examples at every step, and how good the answers are on others."""
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -74,8 +75,10 @@ def train_task(
         raise ValueError("--resume needs --output-dir, where the checkpoints are")
     if folder is not None:
         folder.check(overwrite=overwrite, resume=resume)
-    run = _begin(training, device)
-    if resume and folder.newest_checkpoint() is not None:
+    goes_on = bool(resume) and folder.newest_checkpoint() is not None
+    # A checkpoint has all weights, so that the earlier run need not be there any more.
+    run = _begin(dataclasses.replace(training, start_from=None) if goes_on else training, device)
+    if goes_on:
         load(folder, training, run)
     before, started = run.progress.seconds, time.perf_counter()
     held_out = generate(training.task, training.eval_examples, training.seed, "validation", **training.sizes)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -76,6 +77,16 @@ def test_listops_has_a_classifier(tmp_path):
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path).config.num_labels == 10
 
 
+def interrupted_at(step):
+    """Ends a training as kill -9 does, after so many steps."""
+
+    def progress(done, loss, measured):
+        if done == step:
+            raise KeyboardInterrupt
+
+    return progress
+
+
 def test_a_curriculum_starts_from_the_weights_of_an_earlier_run(tmp_path):
     config = {"hidden_size": 8, "num_hidden_layers": 1}
     sizes = {"length": 12, "pairs": 2, "vocab_size": 12}
@@ -94,21 +105,15 @@ def test_a_curriculum_starts_from_the_weights_of_an_earlier_run(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(longer, **changes).create_model()
+    with pytest.raises(KeyboardInterrupt):
+        train_task(longer, tmp_path / "longer", progress=interrupted_at(3), save_steps=2)
+    shutil.rmtree(tmp_path / "short")  # is needed at the beginning alone
+    assert train_task(longer, tmp_path / "longer", resume="newest")["curve"][-1]["step"] == 3
 
 
 # ---- interruptions ---------------------------------------------------------------------------------------------------
 
 DROPPED_OUT = {"hidden_size": 8, "num_hidden_layers": 1, "hidden_dropout": 0.2}
-
-
-def interrupted_at(step):
-    """Ends a training as kill -9 does, after so many steps."""
-
-    def progress(done, loss, measured):
-        if done == step:
-            raise KeyboardInterrupt
-
-    return progress
 
 
 def signalled_at(step):
