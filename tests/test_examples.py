@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hf_recurrent  # noqa: F401  (registers the models)
+from hf_recurrent.tasks import generate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -118,6 +119,18 @@ def test_sequential_digits(tmp_path, capsys):
     sizes = ("--epochs", 1, "--train-digits", 8, "--layers", 1, "--batch-size", 4, "--device", "cpu")
     run("sequential_digits", "--data", tmp_path, *sizes, "--output", tmp_path / "model")
     assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_pendulum(tmp_path, capsys):
+    sizes = ("--train", 6, "--test", 3, "--epochs", 2, "--batch-size", 4, "--device", "cpu")
+    run("pendulum", *sizes, "--output", tmp_path / "model")
+    said = capsys.readouterr().out
+    assert "epoch 2: train 0." in said and "test 0." in said
+    example = runpy.run_path(str(EXAMPLES / "pendulum.py"))
+    model = example["PendulumModel"]()
+    model.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
+    test = example["tensors"](generate("pendulum", 3, 0, "test"), "cpu")
+    assert f"test {example['mean_squared_error'](model, *test):.5f}" in said.splitlines()[-1]
 
 
 def test_assisted_generation(text, tmp_path, capsys):

@@ -1,9 +1,8 @@
 """`hf-recurrent train --task`: train on one of the papers' generated tasks."""
 
-import os
-from pathlib import Path
+import signal
 
-from .parser import CommandLineError, Parser, check_writable, no_bars_for_files, number
+from .parser import CommandLineError, Parser, no_bars_for_files, number
 
 
 def _parser() -> Parser:
@@ -19,6 +18,8 @@ examples:
   hf-recurrent train --task selective_copying --task-args length=256 --num-hidden-layers 3
   hf-recurrent train --task associative_recall --task-args length=64,pairs=4,vocab_size=64 --model-type longhorn
   hf-recurrent train --task listops --task-args shortest=20,longest=100 --output-dir runs/listops
+  hf-recurrent train --task memory_horizon --model-type gateloop --output-dir runs/horizon --resume auto
+  hf-recurrent train --task associative_recall --task-args length=128 --model-type longhorn --start-from runs/recall-64
   hf-recurrent train --task tones --task-args rate=4000,seconds=0.5 --learning-rate 1e-3
 """,
     )
@@ -37,10 +38,21 @@ examples:
     add("--batch-size", type=number(int, 1), default=64, metavar="N", help="examples of a step")
     add("--learning-rate", type=number(float, 0), default=3e-3, metavar="X", help="of AdamW")
     add("--weight-decay", type=number(float, 0), default=0.0, metavar="X", help="of matrices")
+    add("--start-from", metavar="DIR", help="begin with the weights of an earlier run, of the same model")
     add("--eval-examples", type=number(int, 1), default=1000, metavar="N", help="others, to measure on")
     add("--seed", type=number(int, 0), default=0, metavar="N", help="of weights and examples")
-    add("--output-dir", metavar="DIR", help="save the model and task.json there")
+    add("--output-dir", metavar="DIR", help="save the model, task.json and checkpoints there")
     add("--overwrite", action="store_true", help="even where an earlier run is in that folder")
+    add(
+        "--resume",
+        nargs="?",
+        choices=("newest", "auto"),
+        const="newest",
+        metavar="auto",
+        help="go on from the newest whole checkpoint in --output-dir; with auto, begin anew where there is none",
+    )
+    add("--save-steps", type=number(int, 0), default=1000, metavar="N", help="steps between checkpoints; 0: none")
+    add("--keep-checkpoints", type=number(int, 1), default=2, metavar="N", help="the newest ones, which are kept")
     add("--cpu", action="store_true", help="train on the CPU even where there is a GPU")
     return parser
 
@@ -55,7 +67,8 @@ def run(argv: list[str]) -> int:
     import torch
     from tqdm import tqdm
 
-    from ..tasks.train import TaskTraining, train_task
+    from ..tasks.settings import TaskTraining
+    from ..tasks.train import train_task
     from ..training.model import parse_overrides
 
     no_bars_for_files()
@@ -64,26 +77,27 @@ def run(argv: list[str]) -> int:
     for name in overrides.keys() & config.keys():
         raise CommandLineError(f"--config-overrides: {name} has a flag of its own")
     names = ("task", "model_type", "max_steps", "batch_size", "learning_rate", "weight_decay", "eval_examples", "seed")
+    names += ("start_from",)
     fields = {name: getattr(args, name) for name in names}
     training = TaskTraining(
         sizes=parse_overrides(args.task_args or "", "--task-args"), config=config | overrides, **fields
     )
-    output = None if args.output_dir is None else Path(args.output_dir)
-    if output is not None:
-        if (output / "task.json").exists() and not args.overwrite:
-            raise CommandLineError(f"--output-dir {output}: holds an earlier run; --overwrite replaces it")
-        os.makedirs(output, exist_ok=True)
-        check_writable("--output-dir", str(output / "task.json"))
+    if args.overwrite and args.resume:
+        raise CommandLineError("--overwrite and --resume cannot both be given")
     device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
     with tqdm(total=args.max_steps, unit=" steps", disable=None, leave=False) as bar:
 
         def progress(step: int, loss: float, measured: float | None) -> None:
-            bar.update()
+            bar.update(step - bar.n)
             bar.set_postfix(loss=f"{loss:.3f}")
             if measured is not None:
                 tqdm.write(f"step {step:,}: loss {loss:.4f}, {_said(training.metric, measured)}")
 
-        result = train_task(training, output, device, progress)
+        options = {name: getattr(args, name) for name in ("resume", "overwrite", "save_steps", "keep_checkpoints")}
+        result = train_task(training, args.output_dir, device, progress, **options)
+    if "interrupted" in result:
+        print(f"stopped after step {result['step']:,}: the same command with --resume goes on")
+        return 130 if result["interrupted"] == signal.SIGINT else 0
     of = f"{training.task}, {training.model_type} of {result['parameters']:,} parameters"
     print(f"{of}: {_said(training.metric, result[training.metric])}")
     if "half_rate" in result:
@@ -92,6 +106,6 @@ def run(argv: list[str]) -> int:
             f"at half the sampling rate, untrained: {_said('accuracy', zero_shot['accuracy'])}; "
             f"without step_rescale {zero_shot['accuracy_without_rescaling']:.2%}"
         )
-    if output is not None:
-        print(f"Written: the model and task.json in {output}")
+    if args.output_dir is not None:
+        print(f"Written: the model and task.json in {args.output_dir}")
     return 0

@@ -11,13 +11,14 @@ import yaml
 
 from ..files import UNFINISHED
 from ..messages import first_line
-from ..tasks.train import PEERS, TRAINABLE
+from ..tasks.checkpoints import SETTINGS
+from ..tasks.settings import PEERS, TRAINABLE
 from ..training.curves import short_names
 from ..training.folder import ARGUMENTS, METRICS, WEIGHTS, RunFolder
 from ..training.model import families
 
 TASK, PERPLEXITY, LM_EVAL = "task.json", "perplexity.json", "lm-eval.json"
-MARKS = (TASK, ARGUMENTS, METRICS, PERPLEXITY, LM_EVAL)
+MARKS = (TASK, SETTINGS, ARGUMENTS, METRICS, PERPLEXITY, LM_EVAL)
 LARGEST = 1 << 26  # bytes of a file of results
 # Of task.json, what every version has written.
 FIELDS = {
@@ -103,7 +104,7 @@ def gather(paths: Iterable[str | Path]) -> Runs:
     folders = list({folder.resolve(): folder for folder in folders}.values())
     for folder, name in short_names(folders).items():
         for mark, read in ((TASK, _task), (LM_EVAL, _evaluation), (PERPLEXITY, _perplexity), (METRICS, _text)):
-            wanted = (METRICS, ARGUMENTS) if mark == METRICS else (mark,)
+            wanted = {METRICS: (METRICS, ARGUMENTS), TASK: (TASK, SETTINGS)}.get(mark, (mark,))
             if not any((folder / file).is_file() for file in wanted):
                 continue
             try:
@@ -140,6 +141,8 @@ def is_number(value: object) -> bool:
 
 
 def _task(runs: Runs, folder: Path, name: str) -> None:
+    if not (folder / TASK).is_file():
+        raise Unreadable("its training has not finished: the same command with --resume goes on")
     result = {"metric": "accuracy", **_read(folder / TASK)}
     for key, kind in FIELDS.items():
         if not isinstance(result.get(key), kind):

@@ -4,6 +4,7 @@ import inspect
 import json
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, stdev
 
 from .. import __version__
@@ -107,11 +108,22 @@ def _name(model_type: str) -> str:
     return NAMES.get(model_type, "Transformers' Mamba" if model_type == "mamba" else model_type)
 
 
+def _steps(result: dict) -> str:
+    start = _start(result)
+    return f"{result['max_steps']:,} × {result['batch_size']:,}" + (f", after {start}" if start else "")
+
+
+def _start(result: dict) -> str | None:
+    """The name of the earlier run whose weights one began with."""
+    start = result.get("start_from")
+    return Path(start).name if isinstance(start, str) else None
+
+
 def groups(runs: list[TaskRun]) -> list[Group]:
     """In the order of the families, the models' sizes and the tasks'."""
     found: dict[str, list[TaskRun]] = {}
     for run in runs:
-        key = json.dumps([run.result[name] for name in SETTINGS], sort_keys=True)
+        key = json.dumps([*(run.result[name] for name in SETTINGS), _start(run.result)], sort_keys=True)
         found.setdefault(key, []).append(run)
     keyed = [Group(sorted(runs, key=lambda run: run.result["seed"])) for runs in found.values()]
     keyed.sort(key=lambda group: (group.first["model_type"], group.first["parameters"], str(group.first["sizes"])))
@@ -130,7 +142,7 @@ def _task(task: str, runs: list[TaskRun], gathered: Runs, with_papers: bool) -> 
         minutes = [run.result["seconds"] / 60 for run in group.runs if is_number(run.result.get("seconds"))]
         rows.append([
             _name(first["model_type"]), f"{first['parameters']:,}", _items(first["config"]), _items(first["sizes"]),
-            f"{first['max_steps']:,} × {first['batch_size']:,}", str(len(group.runs)),
+            _steps(first), str(len(group.runs)),
             said(group.runs[0].metric, group.mean, group.deviation), figure.value if figure else "–",
             f"{figure.setting} ({figure.source})" if figure else "–", f"{mean(minutes):.1f}" if minutes else "–",
         ])  # fmt: skip
@@ -164,12 +176,12 @@ def _labelled(found: list[Group], without: tuple[str, ...] = ()) -> dict[str, Gr
         first = group.first
         fact = {"model": _name(first["model_type"]), **first["sizes"], **first["config"]}
         training = {"steps": first["max_steps"], "batch": first["batch_size"], "lr": first["learning_rate"]}
-        fact |= training | {"decay": first["weight_decay"], "examples": first["eval_examples"]}
+        fact |= training | {"decay": first["weight_decay"], "examples": first["eval_examples"], "after": _start(first)}
         facts.append({name: value for name, value in fact.items() if name not in without})
     names = list(dict.fromkeys(name for fact in facts for name in fact))
     varies = [name for name in names if name != "model" and len({str(fact.get(name)) for fact in facts}) > 1]
     labels = [
-        ", ".join([fact["model"], *(f"{_word(name)} {fact[name]}" for name in varies if name in fact)])
+        ", ".join([fact["model"], *(f"{_word(name)} {fact[name]}" for name in varies if fact.get(name) is not None)])
         for fact in facts
     ]
     return dict(zip(labels, found, strict=True))
@@ -341,6 +353,7 @@ def command(run: TaskRun) -> str:
     }  # fmt: skip
     for name in ("max_steps", "batch_size", "learning_rate", "weight_decay", "eval_examples", "seed"):
         flags[f"--{name.replace('_', '-')}"] = result[name]
+    flags["--start-from"] = None if _start(result) is None else f"runs/{_start(result)}"
     flags["--output-dir"] = f"runs/{run.name}"
     words = [word for flag, value in flags.items() if value not in (None, "", 0.0) for word in (flag, str(value))]
     return shlex.join(["hf-recurrent", "train", *words, *(["--cpu"] if result.get("device") == "cpu" else [])])

@@ -32,19 +32,21 @@ def digits(images: np.ndarray, classes: np.ndarray, permutation_seed: int | None
 
 
 def pendulum(
-    rng: np.random.Generator, number: int, steps: int = 50, grid: int = 100, size: int = 24, duration: float = 10.0
+    rng: np.random.Generator, number: int, steps: int = 50, grid: int = 100, size: int = 24, duration: float = 1.0
 ) -> dict[str, np.ndarray]:
     """
     The angle of a pendulum from noisy pictures at irregular times (Schirmer et al. 2022, CRU,
-    https://arxiv.org/abs/2111.11344; Smith et al. 2022, S5, section 6.3).
+    https://arxiv.org/abs/2111.11344; Smith et al. 2022, S5, section 6.3), with the constants of the published code.
 
-    The pendulum has unit length and mass, g = 9.81 and no friction: theta'' = -9.81 sin(theta), from a random angle and
-    a random angular velocity in [-2, 2]. At each of `grid` equal times over `duration` seconds its acceleration gets a
-    disturbance for that interval, of the standard deviation 0.1. It is seen at `steps` of these times. A picture is
-    `size` x `size`: a disc at the pendulum's end (1 inside, 0 outside, smoothed over its rim), blended with uniform
-    noise. The noise's weight wanders between 0 and 1 along each sequence, by steps within [-0.2, 0.2], and is clipped.
+    The pendulum is a rod of unit length and mass that turns about one end, g = 9.81, friction 0.1: theta'' = -3 g
+    sin(theta) - 0.1 theta'. It starts at rest at a random angle. At each of `grid` equal times over `duration` seconds
+    its angular velocity gets a normal disturbance of the standard deviation 0.1. It is seen at `steps` of these times.
 
-    Pictures and constants are this package's own: figures compare with each other, not with those of the papers.
+    A picture is `size` x `size` with the rod in it, white on black and smoothed over its rim, blended with uniform
+    noise. How clear it is wanders along each sequence, from a random start in [0, 1], by steps within [-0.2, 0.2] at
+    each time, and is clipped to [0, 1]; two thresholds, which are random in [0, 0.25] and [0.75, 1] for each sequence,
+    become 0, all noise, and 1, none. The first five times are clear. The rod is drawn by a formula of this package's
+    own; the published code draws it with Pillow.
 
     Returns:
         input_features (n, steps, size²) in [0, 1]; timesteps (n, steps), the seconds since the picture before, the
@@ -55,34 +57,56 @@ def pendulum(
     """
     if not 1 <= steps <= grid:
         raise ValueError(f"steps must be between 1 and grid = {grid}, got {steps}")
-    inner, interval = 10, duration / grid
-    angle, velocity = rng.uniform(-np.pi, np.pi, number), rng.uniform(-2, 2, number)
-    angles, dt = np.empty((number, grid)), interval / inner
-    for column in range(grid):
-        angles[:, column] = angle
-        disturbance = rng.normal(0, 0.1, number)
-        for _ in range(inner):  # symplectic Euler keeps the energy
-            velocity = velocity + dt * (-9.81 * np.sin(angle) + disturbance)
-            angle = angle + dt * velocity
+    interval = duration / grid
     chosen = np.sort(np.argsort(rng.random((number, grid)), axis=1)[:, :steps], axis=1)
-    times, seen = chosen * interval, np.take_along_axis(angles, chosen, axis=1)
-    pixels = (np.arange(size) + 0.5) / size * 2 - 1
-    x, y = 0.7 * np.sin(seen)[..., None, None], -0.7 * np.cos(seen)[..., None, None]
-    distance = np.hypot(pixels[None, None, None, :] - x, -pixels[None, None, :, None] - y)
-    pictures = np.clip((0.2 - distance) * size / 2 + 0.5, 0, 1)
-    weight = np.empty((number, steps))
-    current = rng.random(number)
-    for column in range(steps):
-        weight[:, column] = current
-        current = np.clip(current + rng.uniform(-0.2, 0.2, number), 0, 1)
-    weight = weight[..., None, None]
-    pictures = (1 - weight) * pictures + weight * rng.random(pictures.shape)
+    times, seen = chosen * interval, np.take_along_axis(_swings(rng, number, grid, interval), chosen, axis=1)
+    clear = np.take_along_axis(_clearness(rng, number, grid), chosen, axis=1).astype(np.float32)[..., None, None]
+    features = np.empty((number, steps, size, size), np.float32)
+    for rows in np.array_split(np.arange(number), max(1, number // 32)):  # what is drawn takes memory
+        noise = rng.random((len(rows), steps, size, size), dtype=np.float32)
+        features[rows] = clear[rows] * _rods(seen[rows], size) + (1 - clear[rows]) * noise
     return {
-        "input_features": pictures.reshape(number, steps, size * size).astype(np.float32),
+        "input_features": features.reshape(number, steps, size * size),
         "timesteps": np.diff(times, axis=1, prepend=times[:, :1] - interval).astype(np.float32),
         "times": times.astype(np.float32),
         "labels": np.stack([np.sin(seen), np.cos(seen)], axis=-1).astype(np.float32),
     }
+
+
+def _swings(rng: np.random.Generator, number: int, grid: int, interval: float) -> np.ndarray:
+    """(number, grid): the angle of each pendulum at each time, 0 at its lowest."""
+    inner = 10
+    dt, angle, velocity = interval / inner, rng.uniform(-np.pi, np.pi, number), np.zeros(number)
+    angles = np.empty((number, grid))
+    for column in range(grid):
+        angles[:, column] = angle
+        for _ in range(inner):  # symplectic Euler: no energy but by friction is lost
+            velocity = velocity + dt * (-3 * 9.81 * np.sin(angle) - 0.1 * velocity)
+            angle = angle + dt * velocity
+        velocity = velocity + rng.normal(0, 0.1, number)
+    return angles
+
+
+def _clearness(rng: np.random.Generator, number: int, grid: int) -> np.ndarray:
+    """(number, grid): how much of each picture is no noise."""
+    clear = np.empty((number, grid))
+    current = rng.random(number)
+    for column in range(grid):
+        clear[:, column] = current
+        current = np.clip(current + rng.uniform(-0.2, 0.2, number), 0, 1)
+    low, high = rng.uniform(0, 0.25, (number, 1)), rng.uniform(0.75, 1, (number, 1))
+    clear = np.clip((clear - low) / (high - low), 0, 1)
+    clear[:, :5] = 1
+    return clear
+
+
+def _rods(angle: np.ndarray, size: int) -> np.ndarray:
+    """(..., size, size): rods of 55 / 128 of the picture's width and 8 / 128 thick, from its middle to their ends."""
+    pixels = ((np.arange(size) + 0.5) / size * 2 - 1).astype(np.float32)
+    x, y = (turn(angle).astype(np.float32)[..., None, None] for turn in (np.sin, np.cos))  # y points down
+    along = np.clip(pixels * x + pixels[:, None] * y, 0, 55 / 64)
+    distance = np.hypot(pixels - along * x, pixels[:, None] - along * y)
+    return np.clip((4 / 64 - distance) * size / 2 + 0.5, 0, 1)
 
 
 def tones(

@@ -43,6 +43,7 @@ def associative_recall(
     pairs: int = 64,
     vocab_size: int = 8192,
     alpha: float = 0.01,
+    noise: float = 0.0,
 ) -> dict[str, np.ndarray]:
     """
     Multi-query associative recall (Arora et al. 2023, Zoology, https://arxiv.org/abs/2312.04927, appendix).
@@ -50,15 +51,21 @@ def associative_recall(
     The first 2 `pairs` columns are keys, each followed by its value; keys are distinct tokens of the vocabulary's first
     half (0 excepted), values distinct tokens of the second. Behind them each key comes once more, at the even columns
     whose distances g = 1, 2, ... have a probability proportional to `alpha` g^(alpha - 1), and its value is the label
-    there. All other columns are random tokens.
+    there. All other columns are token 0, or with the probability `noise` a random token.
+
+    The paper's experiments have no such noise. Random tokens repeat keys before other tokens than their values, the
+    more often the smaller the vocabulary, so that `noise` of 1 and a small vocabulary are another, harder task.
 
     Raises:
-        ValueError: `length` is odd or has no room for the keys twice and the values; a vocabulary that is too small.
+        ValueError: `length` is odd or has no room for the keys twice and the values; a vocabulary that is too small; a
+            probability outside [0, 1].
     """
     if length % 2 or pairs < 1 or 4 * pairs > length:
         raise ValueError(f"length must be even and at least 4 pairs = {4 * pairs}, got {length}")
     if vocab_size // 2 - 1 < pairs:
         raise ValueError(f"vocab_size must be at least {2 * pairs + 2} for {pairs} pairs, got {vocab_size}")
+    if not 0 <= noise <= 1:
+        raise ValueError(f"noise must be a probability, got {noise}")
     half = vocab_size // 2
     keys = 1 + _distinct(rng, number, half - 1, pairs)
     values = half + _distinct(rng, number, vocab_size - half, pairs)
@@ -67,6 +74,7 @@ def associative_recall(
     scores = (alpha - 1) * np.log(gaps) + rng.gumbel(size=(number, len(gaps)))
     places = 2 * pairs + 2 * np.argsort(-scores, axis=1)[:, :pairs]
     input_ids = rng.integers(1, vocab_size, size=(number, length))
+    input_ids[rng.random((number, length)) >= noise] = 0
     input_ids[:, 0 : 2 * pairs : 2], input_ids[:, 1 : 2 * pairs : 2] = keys, values
     np.put_along_axis(input_ids, places, keys, axis=1)
     labels = np.full_like(input_ids, IGNORED)

@@ -1,177 +1,26 @@
 """Training on a generated task: fresh examples at every step, and how good the answers are on others."""
 
+import contextlib
 import dataclasses
-import inspect
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    MambaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    get_cosine_schedule_with_warmup,
-)
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from ..files import write_whole
 from ..hub.code import write_code
 from ..measure import machine
-from ..messages import nearest
-from ..training.model import families
+from ..training.loop import interrupts
 from . import TASKS, generate
-from .listops import VOCABULARY
-from .symbols import IGNORED
+from .checkpoints import TaskFolder, Trained, load, save, settings_text
+from .measures import answers, at_half_rate, measure, tensors
+from .settings import PEERS, TaskTraining
 
-TOKEN_TASKS = ("selective_copying", "associative_recall", "memory_horizon", "induction_heads")
-PREDEFINED = {field.name for field in dataclasses.fields(PreTrainedConfig)}  # of no family's own
-PEERS = {"mamba": MambaConfig}  # Transformers' own models, to compare with on tasks of tokens
-SIGNAL_TASKS = ("pendulum", "tones", "pathfinder")  # are read as numbers, which S5 alone takes
-TRAINABLE = (*TOKEN_TASKS, "listops", *SIGNAL_TASKS)
-
-
-@dataclass
-class TaskTraining:
-    """
-    Args:
-        task: one of TRAINABLE.
-        sizes: arguments of the task's function.
-        model_type: a family, by default minGRU, and S5 for SIGNAL_TASKS, which is the only one for these; on tasks of
-            tokens also one of PEERS.
-        config: fields of its configuration; the sizes of inputs and outputs are the task's.
-        max_steps, batch_size, learning_rate, weight_decay: of AdamW, with a warm-up over a tenth of the steps, then
-            half a cosine; gradients are clipped to the norm 1.
-        eval_examples: of the validation split, on which `metric` is measured, `evaluations` times in equal steps.
-        seed: of the weights and the examples.
-    """
-
-    task: str
-    sizes: dict = field(default_factory=dict)
-    model_type: str | None = None
-    config: dict = field(default_factory=dict)
-    max_steps: int = 1000
-    batch_size: int = 64
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.0
-    eval_examples: int = 1000
-    evaluations: int = 10
-    seed: int = 0
-
-    def __post_init__(self):
-        if self.task not in TRAINABLE:
-            raise ValueError(f"--task {self.task}: cannot be trained on here{nearest(self.task, TRAINABLE)}")
-        signal = self.task in SIGNAL_TASKS
-        self.model_type = self.model_type or ("s5" if signal else "mingru")
-        configs = families() | (PEERS if self.task in TOKEN_TASKS else {})
-        if signal and self.model_type != "s5":
-            raise ValueError(f"--model-type {self.model_type}: {self.task} is read as numbers, which s5 alone takes")
-        if self.model_type not in configs:
-            raise ValueError(f"--model-type {self.model_type}: no such family{nearest(self.model_type, configs)}")
-        generate(self.task, 1, **self.sizes)  # what does not fit is refused before any work
-        if self.task == "tones":
-            generate(self.task, 1, **half_rate(self.sizes))
-
-    def create_model(self) -> PreTrainedModel:
-        """A new model for the task.
-
-        Raises:
-            ValueError: a field that the family does not have, or a value that does not fit.
-        """
-        auto, sizes_of_task = self._head()
-        config_class = (families() | PEERS)[self.model_type]
-        valid = {field.name for field in dataclasses.fields(config_class)} - {*sizes_of_task, *PREDEFINED}
-        for name in self.config:
-            if name not in valid:
-                raise ValueError(f"{name} is not a field of {config_class.__name__} to set{nearest(name, valid)}")
-        torch.manual_seed(self.seed)
-        try:
-            config = config_class(**{"hidden_size": 64, "num_hidden_layers": 2, **self.config}, **sizes_of_task)
-        except (StrictDataclassError, TypeError, ValueError) as error:
-            raise ValueError(f"{config_class.__name__}: {' '.join(str(error).split())}") from None
-        return auto.from_config(config)
-
-    @property
-    def metric(self) -> str:
-        """What is measured: "accuracy", the share of labels that are predicted, or "mse", the mean squared error."""
-        return "mse" if self.task == "pendulum" else "accuracy"
-
-    def _head(self) -> tuple[type, dict]:
-        """The Auto class, and what the task says of the configuration: the sizes of inputs and outputs."""
-        sizes = {name: p.default for name, p in inspect.signature(TASKS[self.task]).parameters.items()} | self.sizes
-        if self.task == "pendulum":
-            # A unit of time is the grid's interval, so that S5's steps suit it as they suit samples of a signal.
-            numbers = {"num_labels": 2, "problem_type": "regression", "step_rescale": sizes["grid"] / sizes["duration"]}
-            return AutoModelForTokenClassification, {"input_size": sizes["size"] ** 2, **numbers}
-        if self.task == "tones":
-            return AutoModelForSequenceClassification, {"input_size": 1, "num_labels": sizes["classes"]}
-        if self.task == "pathfinder":
-            return AutoModelForSequenceClassification, {"input_size": 1, "num_labels": 2}
-        if self.task == "listops":
-            fields = {"vocab_size": len(VOCABULARY), "num_labels": 10, "pad_token_id": 0}
-            return AutoModelForSequenceClassification, fields
-        if self.task == "memory_horizon":
-            return AutoModelForCausalLM, {"vocab_size": max(sizes["numbers"] + 1, sizes["modulo"])}
-        return AutoModelForCausalLM, {"vocab_size": sizes["vocab_size"]}
-
-
-def answers(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and of the places with a label: the tokens, classes or numbers predicted, and the labels."""
-    labels = batch["labels"]
-    if labels.ndim == 1 or labels.is_floating_point():
-        outputs = model(**batch, use_cache=False)
-        return outputs.loss, outputs.logits if labels.is_floating_point() else outputs.logits.argmax(-1), labels
-    wanted = labels != IGNORED
-    hidden_states = model.base_model(batch["input_ids"], use_cache=False).last_hidden_state
-    logits = model.get_output_embeddings()(hidden_states[wanted])  # of these alone: most places have no label
-    return torch.nn.functional.cross_entropy(logits.float(), labels[wanted]), logits.argmax(-1), labels[wanted]
-
-
-def _tensors(arrays: dict[str, np.ndarray], rows: slice, device: torch.device) -> dict[str, Tensor]:
-    # The pendulum's times are for pictures of it: the model is told the intervals.
-    return {name: torch.from_numpy(array[rows]).to(device) for name, array in arrays.items() if name != "times"}
-
-
-@torch.no_grad()
-def measure(model: PreTrainedModel, examples: dict[str, np.ndarray], batch_size: int, **inputs) -> float:
-    """The share of labels that the model predicts; of labels that are not whole numbers, the mean squared error.
-
-    Args:
-        inputs: are given to the model with each batch: `step_rescale`.
-    """
-    model.eval()
-    total = number = 0
-    for first in range(0, len(examples["labels"]), batch_size):
-        batch = _tensors(examples, slice(first, first + batch_size), model.device)
-        _, predicted, labels = answers(model, batch | inputs)
-        right = (predicted - labels).square() if labels.is_floating_point() else predicted == labels
-        total, number = total + right.sum().item(), number + labels.numel()
-    model.train()
-    return total / number
-
-
-def half_rate(sizes: dict) -> dict:
-    """The arguments of `tones` for half the sampling rate."""
-    return sizes | {"decimation": 2 * sizes.get("decimation", 1)}
-
-
-def at_half_rate(model: PreTrainedModel, training: TaskTraining) -> dict[str, float]:
-    """Of a model that was trained on tones: its accuracy on the same examples at half the sampling rate, with
-    `step_rescale` doubled and without."""
-    sizes = half_rate(training.sizes)
-    examples = generate(training.task, training.eval_examples, training.seed, "validation", **sizes)
-    rescale = 2 * model.config.step_rescale
-    return {
-        "accuracy": measure(model, examples, training.batch_size, step_rescale=rescale),
-        "accuracy_without_rescaling": measure(model, examples, training.batch_size),
-    }
+RESULT = "task.json"
 
 
 def _groups(model: PreTrainedModel, training: TaskTraining) -> list[dict]:
@@ -186,64 +35,149 @@ def _groups(model: PreTrainedModel, training: TaskTraining) -> list[dict]:
 
 def train_task(
     training: TaskTraining,
-    output: Path | None = None,
+    output: str | Path | None = None,
     device: torch.device | str = "cpu",
     progress: Callable[[int, float, float | None], None] = lambda step, loss, accuracy: None,
+    *,
+    resume: str | None = None,
+    overwrite: bool = False,
+    save_steps: int = 1000,
+    keep_checkpoints: int = 2,
 ) -> dict:
     """
-    Trains a new model.
+    Trains a new model, or goes on with an interrupted training, to the same bits as if it had not been interrupted.
+
+    With `output`, SIGINT and SIGTERM end the training after the current step: a checkpoint and the model are saved.
 
     Args:
-        output: a folder that exists, for the model and task.json (what is returned).
+        output: a folder for the model, task.json (what is returned), curve.jsonl (what was measured so far) and
+            checkpoints.
         progress: is told each step's number and loss, and the metric where it was measured.
+        resume: "newest" goes on from the newest whole checkpoint in `output`; "auto" too, and begins anew where there
+            is none.
+        overwrite: replace an earlier run in `output`, as soon as this one has saved.
+        save_steps: between checkpoints; 0 for none, except after an interruption.
+        keep_checkpoints: the newest ones, which are kept.
 
     Returns:
         The training's arguments, "parameters", "metric": its name, under which the last one is, "curve": for each
         measurement step, loss (the mean since the one before) and metric; of tones also "half_rate", as `at_half_rate`
-        says; "seconds", of all of it, "device" and "machine".
+        says; "seconds", of all of it, "device" and "machine". After a signal instead "interrupted", its number, and
+        "step", after which it ended.
 
     Raises:
-        ValueError: what `TaskTraining.create_model` raises.
-        FloatingPointError: the loss is not finite.
+        ValueError: what `TaskTraining.create_model` raises; a checkpoint that is of another run or cannot be read.
+        OSError: a folder that cannot be used, or that holds an earlier run; what was saved before is untouched.
+        FloatingPointError: the loss or its gradient is not finite.
     """
-    started = time.perf_counter()
+    folder = None if output is None else TaskFolder(str(output))
+    if folder is None and resume:
+        raise ValueError("--resume needs --output-dir, where the checkpoints are")
+    if folder is not None:
+        folder.check(overwrite=overwrite, resume=resume)
+    goes_on = bool(resume) and folder.newest_checkpoint() is not None
+    # A checkpoint has all weights, so that the earlier run need not be there any more.
+    run = _begin(dataclasses.replace(training, start_from=None) if goes_on else training, device)
+    if goes_on:
+        load(folder, training, run)
+    before, started = run.progress.seconds, time.perf_counter()
+    held_out = generate(training.task, training.eval_examples, training.seed, "validation", **training.sizes)
+    every = max(1, training.max_steps // training.evaluations)
+
+    def to_save(stopped: int) -> bool:
+        step = run.progress.step
+        return bool(stopped or (save_steps and step % save_steps == 0)) and step < training.max_steps
+
+    with _opened(folder, training, run.progress.step) as interrupted:
+        stopped = 0
+        while run.progress.step < training.max_steps and not stopped:
+            loss, measured = _step(training, run), None
+            step = run.progress.step
+            if step % every == 0 or step == training.max_steps:
+                measured = measure(run.model, held_out, training.batch_size)
+                line = {"step": step, "loss": float(np.mean(run.progress.losses)), training.metric: measured}
+                run.progress.curve.append(line)
+                run.progress.losses = []
+                if folder is not None:
+                    folder.log(line)
+            progress(step, loss, measured)
+            run.progress.seconds = before + time.perf_counter() - started
+            stopped = interrupted() if step < training.max_steps else 0
+            if folder is not None and to_save(stopped):
+                save(folder, training, run, keep_checkpoints)
+        result = {"interrupted": stopped, "step": run.progress.step} if stopped else _result(training, run, device)
+        if folder is not None:
+            _publish(folder, training, run.model, None if stopped else result)
+    return result
+
+
+def _begin(training: TaskTraining, device: torch.device | str) -> Trained:
     model = training.create_model().to(device).train()
     optimizer = torch.optim.AdamW(_groups(model, training))
     schedule = get_cosine_schedule_with_warmup(optimizer, max(1, training.max_steps // 10), training.max_steps)
-    held_out = generate(training.task, training.eval_examples, training.seed, "validation", **training.sizes)
-    every, curve, losses = max(1, training.max_steps // training.evaluations), [], []
-    rng = np.random.default_rng([training.seed, 0])
-    for step in range(1, training.max_steps + 1):
-        arrays = TASKS[training.task](rng, training.batch_size, **training.sizes)
-        loss, _, _ = answers(model, _tensors(arrays, slice(None), model.device))
-        if not loss.isfinite():
-            raise FloatingPointError(f"the loss is {loss.item()} at step {step}: try a smaller --learning-rate")
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-        measured = None
-        if step % every == 0 or step == training.max_steps:
-            measured = measure(model, held_out, training.batch_size)
-            curve.append({"step": step, "loss": float(np.mean(losses)), training.metric: measured})
-            losses = []
-        progress(step, loss.item(), measured)
-    result = {
+    return Trained(model, optimizer, schedule, np.random.default_rng([training.seed, 0]))
+
+
+@contextlib.contextmanager
+def _opened(folder: TaskFolder | None, training: TaskTraining, step: int):
+    """The folder ready for a run that is at `step`. Yields a function that gives the number of a signal, or 0."""
+    if folder is None:
+        yield lambda: 0
+        return
+    try:
+        if step:
+            folder.reopen(step)
+            write_whole(folder.path / folder.mark, settings_text(training))
+        else:
+            folder.open(settings_text(training))
+        with interrupts() as interrupted:
+            yield interrupted
+    finally:
+        folder.close()
+
+
+def _step(training: TaskTraining, run: Trained) -> float:
+    """One optimiser step; its loss."""
+    arrays = TASKS[training.task](run.examples, training.batch_size, **training.sizes)
+    loss, _, _ = answers(run.model, tensors(arrays, slice(None), run.model.device))
+    run.optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    value, step = loss.item(), run.progress.step + 1
+    if not (loss.isfinite() and norm.isfinite()):
+        raise FloatingPointError(
+            f"the loss is {value} and its gradient's norm {norm.item()} at step {step}: try a smaller --learning-rate"
+        )
+    run.optimizer.step()
+    run.schedule.step()
+    run.progress.step = step
+    run.progress.losses.append(value)
+    return value
+
+
+def _result(training: TaskTraining, run: Trained, device: torch.device | str) -> dict:
+    """What is known of a finished run: task.json."""
+    return {
         **vars(training),
-        "parameters": model.num_parameters(),
+        "parameters": run.model.num_parameters(),
         "metric": training.metric,
-        training.metric: curve[-1][training.metric],
-        "curve": curve,
-        **({"half_rate": at_half_rate(model, training)} if training.task == "tones" else {}),
-        "seconds": round(time.perf_counter() - started, 3),
+        training.metric: run.progress.curve[-1][training.metric],
+        "curve": run.progress.curve,
+        **({"half_rate": at_half_rate(run.model, training)} if training.task == "tones" else {}),
+        "seconds": round(run.progress.seconds, 3),
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu",
         "machine": machine(("torch", "transformers")),
     }
-    if output is not None:
-        model.eval().save_pretrained(output)
+
+
+def _publish(folder: TaskFolder, training: TaskTraining, model: PreTrainedModel, result: dict | None) -> None:
+    """Put the model into its folder, and `result`; without one, no earlier result stays beside another model."""
+    with folder.publish() as temporary:
+        model.eval().save_pretrained(temporary)
         if training.model_type not in PEERS:
-            write_code(output, type(model.config))
-        write_whole(output / "task.json", json.dumps(result, indent=2) + "\n")
-    return result
+            write_code(temporary, type(model.config))
+        if result is not None:
+            (temporary / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if result is None:
+        (folder.path / RESULT).unlink(missing_ok=True)
+    folder.kept()

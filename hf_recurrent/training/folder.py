@@ -20,7 +20,12 @@ FILES = "files.json"  # of a checkpoint: the sizes of its files, by which a dama
 
 
 class RunFolder:
-    """The folder of one training run: the model's files, `train.yaml`, `metrics.jsonl`, `loss.png`, `checkpoints/`."""
+    """The folder of one training run: the model's files, `train.yaml`, `metrics.jsonl`, `loss.png`, `checkpoints/`.
+
+    Runs of other kinds have other names for `train.yaml` and `metrics.jsonl`: `mark` and `lines`.
+    """
+
+    mark, lines = ARGUMENTS, METRICS
 
     def __init__(self, path: str):
         self.path = Path(path)
@@ -50,7 +55,7 @@ class RunFolder:
         elif resume == "newest":
             raise FileNotFoundError(f"--resume: there is no whole checkpoint in {self.checkpoints}")
         elif self._entries() and not (resume == "auto" and self._barely_begun()):
-            if not (self.path / ARGUMENTS).is_file():
+            if not (self.path / self.mark).is_file():
                 raise FileExistsError(
                     f"--output-dir {self.path}: not empty, and not written by hf-recurrent train: choose another"
                 )
@@ -69,16 +74,16 @@ class RunFolder:
         """Begin to use the folder. An earlier run in it that is to be replaced moves aside.
 
         Args:
-            arguments: the text of `train.yaml`.
+            arguments: the text of `train.yaml`, or of what stands for it.
         """
         if self._barely_begun():
             for leftover in (*self.path.glob(f"{UNFINISHED}*"), *self._entries()):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        if (self.path / ARGUMENTS).is_file():
+        if (self.path / self.mark).is_file():
             self._previous = _free_name(self.path)
             os.rename(self.path, self._previous)
         self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path / ARGUMENTS, arguments)
+        write_whole(self.path / self.mark, arguments)
 
     def reopen(self, step: int) -> None:
         """Go on with the folder as it was at `step`: clear later metrics and checkpoints (damaged ones, or they would
@@ -89,9 +94,9 @@ class RunFolder:
         for later in self.checkpoints.glob("step-*"):
             if later > self.checkpoint(step):
                 self._remove(later)
-        for name in (METRICS, BAD_BATCHES):
+        for name in (self.lines, BAD_BATCHES):
             lines = [json.dumps(line) + "\n" for line in self._lines(name) if line["step"] <= step]
-            if lines or name == METRICS:
+            if lines or name == self.lines:
                 write_whole(self.path / name, "".join(lines))
             else:
                 (self.path / name).unlink(missing_ok=True)
@@ -104,7 +109,7 @@ class RunFolder:
     def _barely_begun(self) -> bool:
         """Whether the folder holds no more than a run that was killed before it had saved anything."""
         names = {path.name for path in self._entries()}
-        return names <= {ARGUMENTS, METRICS, BAD_BATCHES, TRACKERS, self.checkpoints.name} and not any(
+        return names <= {self.mark, self.lines, BAD_BATCHES, TRACKERS, self.checkpoints.name} and not any(
             self.checkpoints.glob("step-*")
         )
 
@@ -119,14 +124,14 @@ class RunFolder:
         the folder, what is known of bad batches."""
         if self.newest_checkpoint() is not None or (self.path / WEIGHTS).is_file():
             return
-        if self._previous is not None or (self.path / ARGUMENTS).is_file():
+        if self._previous is not None or (self.path / self.mark).is_file():
             self._keep_bad_batches()
         if self._previous is not None:
             if self._previous.exists():  # else it has not moved yet
                 shutil.rmtree(self.path, ignore_errors=True)
                 os.rename(self._previous, self.path)
             self._previous = None
-        elif (self.path / ARGUMENTS).is_file():
+        elif (self.path / self.mark).is_file():
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _keep_bad_batches(self) -> None:
@@ -137,14 +142,14 @@ class RunFolder:
 
     # ---- metrics
 
-    def log(self, line: dict, name: str = METRICS) -> None:
+    def log(self, line: dict, name: str | None = None) -> None:
         """Append a line to `metrics.jsonl`, or to another file."""
-        path = self.path / name
+        path = self.path / (name or self.lines)
         with saving(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def metrics(self) -> list[dict]:
-        return self._lines(METRICS)
+        return self._lines(self.lines)
 
     def _lines(self, name: str) -> list[dict]:
         path = self.path / name

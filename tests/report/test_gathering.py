@@ -10,7 +10,8 @@ import pytest
 from hf_recurrent import cli
 from hf_recurrent.report import gather
 from hf_recurrent.report.sections import command, groups
-from hf_recurrent.tasks.train import TaskTraining, train_task
+from hf_recurrent.tasks.settings import TaskTraining
+from hf_recurrent.tasks.train import train_task
 
 LONGHORN = {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}
 RUNS = {
@@ -44,7 +45,6 @@ def runs(tmp_path_factory):
     """A folder of runs, whole ones and others."""
     folder = tmp_path_factory.mktemp("work") / "runs"
     for name, fields in RUNS.items():
-        (folder / name).mkdir(parents=True)
         train_task(TaskTraining(**fields, max_steps=2, batch_size=2, eval_examples=4, evaluations=2), folder / name)
     text = folder / "text"
     text.mkdir()
@@ -62,6 +62,7 @@ def runs(tmp_path_factory):
         ("list", "lm-eval.json", "[]"),
         ("infinite", "perplexity.json", '{"perplexity": Infinity, "by_position": [{}]}'),
         ("begun", "train.yaml", "max_steps: 3\n"),
+        ("stopped", "task-settings.json", "{}"),
         ("text/checkpoints/step-1", "metrics.jsonl", '{"step": 1}\n'),
     ):
         (folder / name).mkdir(parents=True)
@@ -85,6 +86,7 @@ PASSED_OVER = {
     "list": "lm-eval.json holds no object",
     "no-family": "no family that is known here: transformer",
     "no-number": "no result that is a finite number",
+    "stopped": "has not finished: the same command with --resume",
     "<script>alert(1)": "task.json has no sizes",
 }
 

@@ -62,6 +62,15 @@ def test_associative_recall():
         assert all(place >= 12 and place % 2 == 0 and labels[place] == table[ids[place]] for place in asked)
 
 
+def test_noise_in_associative_recall():
+    sizes = SMALL["associative_recall"]
+    for noise in (0, 0.25, 1):
+        made = generate("associative_recall", 300, noise=noise, **sizes)
+        others = made["input_ids"][:, 12:][made["labels"][:, 12:] == -100]
+        assert abs((others != 0).mean() - noise) < 0.03
+        assert set(others.tolist()) == ({0} if noise == 0 else set(range(noise == 1, 30)))
+
+
 def test_distances_in_associative_recall_follow_the_power_law():
     labels = generate("associative_recall", 40_000, length=24, pairs=1, vocab_size=8, alpha=0.3)["labels"]
     gaps = np.arange(1, 12)
@@ -131,33 +140,39 @@ def test_real_digits():
 
 
 def test_pendulum():
-    made = generate("pendulum", 30)
+    made = generate("pendulum", 70)
     features, labels = made["input_features"], made["labels"]
-    assert features.shape == (30, 50, 576) and features.min() >= 0 and features.max() <= 1
+    assert features.shape == (70, 50, 576) and features.min() >= 0 and features.max() <= 1
     assert np.allclose((labels**2).sum(-1), 1, atol=1e-6)
-    span = made["times"][:, -1] - made["times"][:, 0] + 0.1
-    assert np.allclose(np.cumsum(made["timesteps"], axis=1)[:, -1], span, atol=1e-4)
-    steps = made["times"] / 0.1
-    assert np.allclose(steps, np.round(steps), atol=1e-3) and (made["timesteps"] > 0.099).all()
-    # Where there is no noise, the centre of the disc is 0.7 of the way from the middle to (sin, -cos).
-    pictures, pixels = features.reshape(30, 50, 24, 24), (np.arange(24) + 0.5) / 12 - 1
+    span = made["times"][:, -1] - made["times"][:, 0] + 0.01
+    assert np.allclose(np.cumsum(made["timesteps"], axis=1)[:, -1], span, atol=1e-5)
+    steps = made["times"] / 0.01
+    assert np.allclose(steps, np.round(steps), atol=1e-3) and (made["timesteps"] > 0.0099).all()
+    # Where there is no noise, the centre of the rod is half its length from the middle, towards (sin, -cos).
+    pictures, pixels = features.reshape(70, 50, 24, 24), (np.arange(24) + 0.5) / 12 - 1
     clear = (pictures == 0).mean((-1, -2)) > 0.8
-    assert clear.sum() > 10
+    assert clear.sum() > 250 and clear[made["times"] < 0.0495].all()
     mass = pictures[clear].sum((-1, -2))
+    assert np.abs(mass - (1.5 * 10.3125 + np.pi * 0.75**2)).max() < 1  # the area of the rod, which is round at its ends
     x, y = (pictures[clear].sum(-2) @ pixels) / mass, -(pictures[clear].sum(-1) @ pixels) / mass
-    assert np.abs(x - 0.7 * labels[clear][:, 0]).max() < 0.1 and np.abs(y + 0.7 * labels[clear][:, 1]).max() < 0.1
+    half = 55 / 128
+    assert np.abs(x - half * labels[clear][:, 0]).max() < 0.05 and np.abs(y + half * labels[clear][:, 1]).max() < 0.05
+    noise = np.abs(pictures.mean((-1, -2)) - 0.5) < 0.05  # and where there is nothing else, it is uniform
+    assert noise.sum() > 50 and np.abs(np.quantile(pictures[noise], [0.25, 0.5, 0.75]) - [0.25, 0.5, 0.75]).max() < 0.03
 
 
-def test_a_pendulum_that_nothing_disturbs_keeps_its_energy():
+def test_a_pendulum_that_nothing_disturbs_loses_energy_by_friction_alone():
     class Quiet(np.random.Generator):
         def normal(self, *args, **kwargs):
             return np.zeros(kwargs.get("size", args[-1]))
 
     made = TASKS["pendulum"](Quiet(np.random.PCG64(0)), 20, steps=100)
-    angle = np.unwrap(np.arctan2(made["labels"][..., 0], made["labels"][..., 1]), axis=1)
-    velocity = (angle[:, 2:] - angle[:, :-2]) / 0.2
-    energy = velocity**2 / 2 - 9.81 * np.cos(angle[:, 1:-1])
-    assert np.ptp(energy, axis=1).max() < 2.5
+    angle = np.unwrap(np.arctan2(made["labels"][..., 0], made["labels"][..., 1]), axis=1).astype(np.float64)
+    velocity = (angle[:, 2:] - angle[:, :-2]) / 0.02
+    energy = velocity**2 / 2 - 3 * 9.81 * np.cos(angle[:, 1:-1])
+    lost = 0.1 * np.cumsum(velocity**2, axis=1) * 0.01
+    assert np.abs(energy - energy[:, :1] + lost).max() < 0.01 * np.abs(energy).max()
+    assert (np.abs(velocity[:, 0]) < 0.8).all()  # it began at rest
 
 
 def test_pathfinder():
@@ -212,6 +227,7 @@ def test_tones():
         (lambda: generate("selective_copying", 1, vocab_size=2), "vocab_size must be at least 3"),
         (lambda: generate("associative_recall", 1, length=10, pairs=3), "length must be even and at least 4 pairs = 1"),
         (lambda: generate("associative_recall", 1, vocab_size=100), "vocab_size must be at least 130 for 64 pairs"),
+        (lambda: generate("associative_recall", 1, noise=-0.1), "noise must be a probability, got -0.1"),
         (lambda: generate("memory_horizon", 1, reset=1.5), "reset must be a probability, got 1.5"),
         (lambda: generate("memory_horizon", 1, modulo=1), "numbers and modulo must be at least 2, got 5 and 1"),
         (lambda: generate("induction_heads", 1, length=3), "length must be at least 4"),

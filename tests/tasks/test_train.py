@@ -1,13 +1,22 @@
 """`hf-recurrent train --task`."""
 
+import dataclasses
 import json
+import os
+import shutil
+import signal
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_recurrent import cli
 from hf_recurrent.tasks import generate
-from hf_recurrent.tasks.train import SIGNAL_TASKS, TRAINABLE, TaskTraining, measure, train_task
+from hf_recurrent.tasks import train as tasks_train
+from hf_recurrent.tasks.measures import measure
+from hf_recurrent.tasks.settings import SIGNAL_TASKS, TRAINABLE, TaskTraining
+from hf_recurrent.tasks.train import train_task
 
 SMALL = {
     "selective_copying": {"length": 12, "data_tokens": 3, "vocab_size": 6},
@@ -49,7 +58,7 @@ def test_the_command_learns_selective_copying(tmp_path, capsys):
     held_out = generate("selective_copying", 200, 0, "validation", length=8, data_tokens=2, vocab_size=6)
     assert measure(model, held_out, 64) == pytest.approx(result["accuracy"])
     assert cli.main(["train", "--task", "selective_copying", *flags]) == 2
-    assert "holds an earlier run; --overwrite replaces it" in capsys.readouterr().err
+    assert "holds an earlier run: continue it by --resume, replace it by --overwrite" in capsys.readouterr().err
 
 
 def test_a_peer_is_trained_alike():
@@ -68,6 +77,127 @@ def test_listops_has_a_classifier(tmp_path):
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path).config.num_labels == 10
 
 
+def interrupted_at(step):
+    """Ends a training as kill -9 does, after so many steps."""
+
+    def progress(done, loss, measured):
+        if done == step:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_a_curriculum_starts_from_the_weights_of_an_earlier_run(tmp_path):
+    config = {"hidden_size": 8, "num_hidden_layers": 1}
+    sizes = {"length": 12, "pairs": 2, "vocab_size": 12}
+    short = TaskTraining("associative_recall", sizes, "longhorn", config, max_steps=3, eval_examples=4)
+    train_task(short, tmp_path / "short")
+    longer = dataclasses.replace(short, sizes=sizes | {"length": 20}, start_from=str(tmp_path / "short"), seed=1)
+    earlier = AutoModelForCausalLM.from_pretrained(tmp_path / "short")
+    begun = longer.create_model().state_dict()
+    assert all(torch.equal(begun[name], weight) for name, weight in earlier.state_dict().items())
+    assert train_task(longer)["start_from"] == str(tmp_path / "short")
+    for changes, message in (
+        ({"config": config | {"hidden_size": 12}}, r"model.embed_tokens.weight has the shape \(12, 8\), here it is"),
+        ({"config": config | {"num_hidden_layers": 2}}, r"has the shape None, here it is"),
+        ({"model_type": "mingru"}, "holds a LonghornForCausalLM, expected a MinGRUForCausalLM"),
+        ({"start_from": str(tmp_path)}, "--start-from .*: the folder has no config.json, so it holds no model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(longer, **changes).create_model()
+    with pytest.raises(KeyboardInterrupt):
+        train_task(longer, tmp_path / "longer", progress=interrupted_at(3), save_steps=2)
+    shutil.rmtree(tmp_path / "short")  # is needed at the beginning alone
+    assert train_task(longer, tmp_path / "longer", resume="newest")["curve"][-1]["step"] == 3
+
+
+# ---- interruptions ---------------------------------------------------------------------------------------------------
+
+DROPPED_OUT = {"hidden_size": 8, "num_hidden_layers": 1, "hidden_dropout": 0.2}
+
+
+def signalled_at(step):
+    def progress(done, loss, measured):
+        if done == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return progress
+
+
+def same_weights(one, other):
+    one, other = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("task, model_type", [("selective_copying", "mingru"), ("pendulum", "s5"), ("listops", None)])
+def test_an_interrupted_training_ends_as_one_that_was_not(task, model_type, tmp_path):
+    config = DROPPED_OUT | ({"state_size": 4, "num_blocks": 1} if model_type == "s5" else {})
+    training = TaskTraining(
+        task, SMALL[task], model_type, config, 14, 4, weight_decay=0.1, eval_examples=8, evaluations=3
+    )
+    whole = train_task(training, tmp_path / "whole", save_steps=0)
+    assert not (tmp_path / "whole" / "checkpoints").exists()
+    stopped = train_task(training, tmp_path / "run", progress=signalled_at(3), resume="auto")
+    assert stopped == {"interrupted": signal.SIGTERM, "step": 3}
+    assert not (tmp_path / "run" / "task.json").exists()
+    with pytest.raises(KeyboardInterrupt):
+        train_task(training, tmp_path / "run", progress=interrupted_at(13), resume="auto", save_steps=2)
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "step-00000010",
+        "step-00000012",
+    ]
+    torch.manual_seed(99)  # what another process has
+    told = []
+    result = train_task(training, tmp_path / "run", progress=lambda *args: told.append(args[0]), resume="newest")
+    assert told == [13, 14]
+    assert result["curve"] == whole["curve"]
+    assert same_weights(tmp_path / "run", tmp_path / "whole")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "curve.jsonl").read_text().splitlines()]
+    assert lines == result["curve"] == json.loads((tmp_path / "run" / "task.json").read_text())["curve"]
+
+
+def test_the_command_goes_on(tmp_path, capsys, monkeypatch):
+    flags = ["train", "--task", "induction_heads", "--task-args", "length=8,vocab_size=6", "--hidden-size", "8"]
+    flags += ["--batch-size", "2", "--eval-examples", "2", "--output-dir", str(tmp_path / "run"), "--cpu"]
+    seen, step = [], tasks_train._step
+
+    def signalled(training, run):
+        if len(seen) == 4:
+            os.kill(os.getpid(), seen[0])
+        seen.append(run.progress.step)
+        return step(training, run)
+
+    monkeypatch.setattr(tasks_train, "_step", signalled)
+    for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
+        seen[:] = [number] * 4
+        assert cli.main([*flags, "--max-steps", "9", "--resume", "auto"]) == status
+    assert "stopped after step 2: the same command with --resume goes on" in capsys.readouterr().out
+    assert cli.main([*flags, "--max-steps", "9"]) == 2
+    assert "continue it by --resume" in capsys.readouterr().err
+    assert cli.main([*flags, "--max-steps", "2", "--resume"]) == 2
+    assert "--max-steps must be above 2" in capsys.readouterr().err
+    assert cli.main([*flags, "--max-steps", "9", "--seed", "1", "--resume"]) == 2
+    assert "was written with seed 0, now: 1" in capsys.readouterr().err
+    assert cli.main([*flags, "--max-steps", "9", "--resume"]) == 0
+    state = tmp_path / "run" / "checkpoints" / "step-00000002" / "state.bin"
+    size = state.stat().st_size
+    state.write_bytes(b"x" * size)
+    assert cli.main([*flags, "--max-steps", "9", "--resume"]) == 2
+    assert "--resume: " in (said := capsys.readouterr().err) and "cannot be read" in said
+    assert json.loads((tmp_path / "run" / "task.json").read_text())["curve"][-1]["step"] == 9
+
+
+def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
+    training = TaskTraining("listops", SMALL["listops"], max_steps=2, batch_size=2, eval_examples=2)
+    train_task(training, tmp_path / "run")
+    before = (tmp_path / "run" / "task.json").read_text()
+    with pytest.raises(KeyboardInterrupt):
+        train_task(training, tmp_path / "run", progress=interrupted_at(1), overwrite=True)
+    assert (tmp_path / "run" / "task.json").read_text() == before and [*tmp_path.iterdir()] == [tmp_path / "run"]
+    with pytest.raises(ValueError, match="--resume needs --output-dir"):
+        train_task(training, resume="auto")
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -83,6 +213,8 @@ def test_listops_has_a_classifier(tmp_path):
         (["--task", "listops", "--config-overrides", "hidden_size=3"], "hidden_size has a flag of its own"),
         (["--task", "listops", "--max-steps", "0"], "--max-steps: must be at least 1, got 0"),
         (["--task", "listops", "--steps", "3"], "unknown flag --steps"),
+        (["--task", "listops", "--overwrite", "--resume"], "--overwrite and --resume cannot both be given"),
+        (["--task", "listops", "--resume", "auto"], "--resume needs --output-dir"),
     ],
 )
 def test_bad_flags(flags, message, capsys):
