@@ -7,6 +7,7 @@ from torch.export import ExportedProgram
 from ..modeling import RecurrentCache
 from ..modeling.model import RecurrentForCausalLM
 from ..scan.cells import BY_NAME
+from ..scan.gateloop_heads import _by_linear_scan
 from ..scan.longhorn import _loop
 from ..scan.reference import linear_scan_loop
 
@@ -64,6 +65,13 @@ def _longhorn(x, dt, k, q, initial_state, flags, reverse, backend):
     return o.to(x.dtype), state
 
 
+def _gateloop_heads(q, k, v, a, initial_state, start, flags, reverse, backend):
+    def scan(a, b, initial_state, **_):
+        return linear_scan_loop(a, b, initial_state, None, None, reverse)
+
+    return _by_linear_scan(scan, q, k, v, a, initial_state)
+
+
 def export_decode_step(model: RecurrentForCausalLM, batch_size: int = 1) -> ExportedProgram:
     """
     `DecodeStep` by torch.export, in PyTorch's own operators alone: `torch.export.save` writes it to a file that runs
@@ -80,7 +88,12 @@ def export_decode_step(model: RecurrentForCausalLM, batch_size: int = 1) -> Expo
     with torch.no_grad():
         program = torch.export.export(step, (token, step.initial_states))
         ours = torch.ops.hf_recurrent
-        own = {ours.scan.default: _scan, ours.read_scan.default: _read_scan, ours.longhorn.default: _longhorn}
+        own = {
+            ours.scan.default: _scan,
+            ours.read_scan.default: _read_scan,
+            ours.gateloop_heads.default: _gateloop_heads,
+            ours.longhorn.default: _longhorn,
+        }
         program = program.run_decompositions(own)
     left = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("hf_recurrent")}
     if left:

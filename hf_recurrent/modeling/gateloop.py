@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.output_capturing import OutputRecorder
 
-from ..scan import gateloop_scan, linear_scan
+from ..scan import gateloop_heads_scan, gateloop_scan
 from ..scan.gateloop import channel_loop
 from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS
 from .configuration import RecurrentConfig, at_least, kernel_size, positive
@@ -86,56 +86,6 @@ class GateLoopConfig(RecurrentConfig):
             )
 
 
-def gate_loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    initial_state: Tensor | None = None,
-    mask: Tensor | None = None,
-    reset: Tensor | None = None,
-    reset_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """
-    h_t = a_t h_{t-1} + k_t^T v_t and y_t = Re(q_t h_t) in each head (section 3.2).
-
-    Args:
-        q, k: (B, L, heads, d_k), real.
-        v: (B, L, heads, d_v), real.
-        a: (B, L, heads, d_k), complex or real; any of these sizes but the heads may be 1.
-        initial_state: h_{-1}, (B, heads, d_k, d_v); zero when None.
-        mask, reset: (B, L) bool, as `linear_scan` takes them.
-        reset_state: what a document starts from, (heads, d_k, d_v); zero when None.
-
-    Returns:
-        y, (B, L, heads, d_v), and the final state, (B, heads, d_k, d_v).
-    """
-    batch, _, heads, rows = k.shape
-    columns = v.shape[-1]
-    a = a.expand(-1, -1, -1, rows)
-    if columns == 1:  # each channel has its own transition: they stay side by side, as the projections put them
-        a, b = a.flatten(2), (k * v).flatten(2)
-        state_shape = (batch, heads * rows)
-    else:  # d_v columns share a transition: with the rows of all heads in the batch, it broadcasts over the columns
-        a, k = (x.permute(0, 2, 3, 1).contiguous().unsqueeze(-1) for x in (a, k))
-        a = a.expand(batch, -1, -1, -1, -1).flatten(0, 2)
-        b = (k * v.transpose(1, 2).contiguous().unsqueeze(2)).flatten(0, 2)
-        state_shape = (batch * heads * rows, columns)
-        mask, reset = (x if x is None else x.repeat_interleave(heads * rows, dim=0) for x in (mask, reset))
-    if initial_state is not None:
-        initial_state = initial_state.reshape(state_shape)
-    if reset_state is not None:
-        reset_state = reset_state.expand(batch, -1, -1, -1).reshape(state_shape)
-    h, final_state = linear_scan(a, b, initial_state, mask=mask, reset=reset, reset_state=reset_state)
-    if h.is_complex():
-        h = h.real
-    if columns == 1:
-        h = h.unflatten(2, (heads, rows, columns))
-    else:
-        h = h.unflatten(0, (batch, heads, rows)).permute(0, 3, 1, 2, 4)
-    return (q.unsqueeze(-1) * h).sum(-2), final_state.view(batch, heads, rows, columns)
-
-
 class GateLoopMixer(nn.Module):
     """(B, L, hidden_size) -> (B, L, hidden_size); the contract is in layers.py."""
 
@@ -181,7 +131,7 @@ class GateLoopMixer(nn.Module):
         return self.transition[None, None].clone() if self.transition_proj is None else self.transition_proj(x)
 
     def transitions(self, given: Tensor, dtype: torch.dtype) -> Tensor:
-        """a of `gate_loop` in `dtype` or its complex counterpart, from `transition_inputs`."""
+        """a of `gateloop_heads_scan` in `dtype` or its complex counterpart, from `transition_inputs`."""
         # Looked up here: as attributes, functions without a name would keep the model from being pickled.
         magnitude = MAGNITUDE_ACTIVATIONS[self.config.magnitude_activation]
         phase = PHASE_ACTIVATIONS[self.config.phase_activation]
@@ -204,7 +154,7 @@ class GateLoopMixer(nn.Module):
         reset: Tensor | None,
         start: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """`gate_loop` where each head is a channel, from the projections, by one kernel."""
+        """`gateloop_heads_scan` where each head is a channel, from the projections, by one kernel."""
         if self.complex_state:
             alpha, beta = given.chunk(2, dim=-1) if self.polar else (given[..., ::2], given[..., 1::2])
         else:
@@ -247,12 +197,14 @@ class GateLoopMixer(nn.Module):
         given = self.transition_inputs(x)
         wide = torch.promote_types(qkv.dtype, torch.float32)
         if output_attentions or not self.is_fused:
-            q, k, v = qkv.to(wide).unflatten(-1, (3, self.num_heads, self.head_size)).unbind(2)
+            q, k, v = qkv.unflatten(-1, (3, self.num_heads, self.head_size)).unbind(2)
             a = self.transitions(given, wide)
         if self.is_fused:
             y, new_state["recurrent"] = self._channels(qkv, given, before, mask, reset, start)
         else:
-            y, new_state["recurrent"] = gate_loop(q, k, v, a, before, mask, reset, start)
+            y, new_state["recurrent"] = gateloop_heads_scan(
+                q, k, v, a, before, mask=mask, reset=reset, reset_state=start
+            )
             y = y.flatten(2)
         if self.sub_ln is not None:
             y = self.sub_ln(y)
@@ -264,7 +216,8 @@ class GateLoopMixer(nn.Module):
         if not output_attentions:
             return y, new_state
         one_hot = torch.eye(x.shape[1], dtype=wide, device=x.device)[None, :, None]
-        attentions, _ = gate_loop(q, k, one_hot.expand(*k.shape[:3], -1), a, None, mask, reset)
+        one_hot = one_hot.expand(*k.shape[:3], -1)
+        attentions, _ = gateloop_heads_scan(q.to(wide), k.to(wide), one_hot, a, mask=mask, reset=reset)
         return y, new_state, attentions.transpose(1, 2)
 
     def _channel_loop(self, x: Tensor, qkv: Tensor, state: Tensor | None, mask, reset, start) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from .cells import _gateloop, _mingru, _minlstm, _read_gateloop
 from .convolution import _short_convolution, state_after
 from .elementwise import _gate, _skip_gelu
 from .gateloop import _channel_loop
+from .gateloop_heads import _by_linear_scan
 from .longhorn import _gated_scan, _plain_forward, _with_starts
 from .norm import _rms_norm
 from .ops import started, step_flags
@@ -31,6 +32,7 @@ __all__ = [
     "drive",
     "gate",
     "gated_scan",
+    "gateloop_heads_scan",
     "gateloop_scan",
     "linear",
     "linear_scan",
@@ -179,6 +181,25 @@ def longhorn_scan(
     inputs, mask, reset, places = _with_starts(x, dt, k, q, mask, reset, reset_state)
     o, state = _plain_forward(*inputs, initial_state, step_flags(mask, reset, reverse), reverse)
     return o.gather(1, places[..., None].expand_as(x)).to(dtype), state
+
+
+def gateloop_heads_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    reset_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """H_t = diag(a_t) H_{t-1} + k_t^T v_t and y_t = Re(q_t H_t) in each head (arXiv 2311.01927, section 3.2); q, k:
+    (B, L, heads, d_k), v: (B, L, heads, d_v), a: complex or real, of a shape that broadcasts to q's, initial_state:
+    (B, heads, d_k, d_v), reset_state: (heads, d_k, d_v); the rest as for `linear_scan`. Returns y, (B, L, heads, d_v),
+    and the final state."""
+    options = {"mask": mask, "reset": reset, "reset_state": reset_state}
+    return _by_linear_scan(linear_scan, q, k, v, a, initial_state, **options)
 
 
 # By the definitions that their kernels have.

@@ -10,7 +10,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from hf_recurrent import GateLoopConfig, GateLoopForCausalLM, GateLoopForSequenceClassification
-from hf_recurrent.modeling.gateloop import GateLoopMixer, gate_loop
+from hf_recurrent.modeling.gateloop import GateLoopMixer
+from hf_recurrent.scan import gateloop_heads_scan
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 SIZES = {"vocab_size": 31, "hidden_size": 12, "num_hidden_layers": 2}
@@ -164,7 +165,7 @@ def test_gradients(num_heads, options):
 
 @torch.no_grad()
 def test_heads_of_other_values_than_keys():
-    """gate_loop takes any d_k and d_v, and transitions of any of the shapes that it names."""
+    """The scan takes any d_k and d_v, and transitions of any of the shapes that it names."""
     q, k = torch.randn(2, 2, 5, 3, 4, dtype=torch.double)
     a = torch.polar(torch.rand(2, 5, 3, 4, dtype=torch.double), torch.randn(2, 5, 3, 4, dtype=torch.double))
     for columns in (1, 2):
@@ -174,7 +175,7 @@ def test_heads_of_other_values_than_keys():
             for t, at in enumerate(shared.expand(2, 5, 3, 4).unbind(1)):
                 h = at[..., None] * h + k[:, t, :, :, None] * v[:, t, :, None]
                 outputs.append((q[:, t, :, :, None] * h).sum(-2).real)
-            y, final = gate_loop(q, k, v, shared)
+            y, final = gateloop_heads_scan(q, k, v, shared)
             torch.testing.assert_close(y, torch.stack(outputs, dim=1), **CLOSE)
             torch.testing.assert_close(final, h, **CLOSE)
 

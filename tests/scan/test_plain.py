@@ -14,6 +14,7 @@ INPUTS = {
     "minlstm_scan": {"hidden": 5, "forget": 5, "input": 5},
     "gateloop_scan": {"q": 5, "k": 5, "v": 5, "alpha": 5, "beta": 5},
     "longhorn_scan": {"x": 5, "dt": 5, "k": 3, "q": 3},
+    "gateloop_heads_scan": {"q": 3, "k": 3, "v": 2, "a": 3},
 }
 OURS = {"backend", "update_state", "reverse"}  # what no exported model passes to all of them
 
@@ -25,9 +26,13 @@ def test_the_same_to_the_bit(name, dtype, started):
     torch.manual_seed(0)
     inputs = {key: torch.randn(2, 19, width, dtype=dtype) for key, width in INPUTS[name].items()}
     state_dtype = dtype
-    if name == "gateloop_scan":
+    if name.startswith("gateloop"):
         state_dtype = torch.promote_types(dtype, torch.float32).to_complex()
     shape = (5, 3) if name == "longhorn_scan" else (5,)
+    if name == "gateloop_heads_scan":
+        inputs = {key: x.unsqueeze(2).repeat(1, 1, 4, 1) for key, x in inputs.items()}
+        inputs["a"] = inputs["a"].to(state_dtype)
+        shape = (4, 3, 2)
     options = {
         "initial_state": torch.randn(2, *shape, dtype=state_dtype),
         "mask": torch.rand(2, 19) > 0.3,

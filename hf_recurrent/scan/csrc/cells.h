@@ -263,6 +263,34 @@ struct CartesianTransition {
   }
 };
 
+// GateLoop with heads of d_k x d_v states (arXiv 2311.01927, section 3.2):  H = diag(a) H' + k^T v,  y = Re(q H).
+// Of the state h in row r and column c, with the gradient g' that comes to it from later positions and g its whole gradient:
+//   h = a_r h' + k_r v_c,   y_c = sum_r q_r Re h,   g = g' + q_r dy_c;
+//   dL/dq_r = sum_c dy_c Re h;   dL/dk_r = sum_c v_c Re g;   dL/dv_c = sum_r k_r Re g;   dL/da_r = sum_c g conj(h');
+//   dL/dh' = g conj(a_r).
+// State is N or Complex<N>, N a number or a vector of them.
+template <class State, class N>
+struct HeadCell {
+  HFR_INLINE static State forward(State h, State a, N k, N v) { return plus_real(a * h, k * v); }
+
+  // This state's share of y.
+  HFR_INLINE static N read(State h, N q) { return q * real(h); }
+
+  // From later's gradient to the whole one; adds to dq. Also at padding, where h is the state that passes.
+  HFR_INLINE static State read_back(State h, N q, N dy, State later, N& dq) {
+    dq += dy * real(h);
+    return plus_real(later, q * dy);
+  }
+
+  // From the whole gradient to that of h'; adds to dk, dv and da.
+  HFR_INLINE static State backward(State h, State a, N k, N v, State g, N& dk, N& dv, State& da) {
+    dk += real(g) * v;
+    dv += real(g) * k;
+    da = da + g * conj(h);
+    return g * conj(a);
+  }
+};
+
 // Longhorn (arXiv 2407.14207, section 3, the diagonal form): a state of channels x m with
 //   eps = beta / (1 + beta kk),  beta = sigma(dt),  kk = sum_m k_m^2;   S_m = (1 - eps k_m^2) S'_m + eps x k_m.
 // With e = eps and p = eps x the update is S_m = S'_m + k_m r, r = p - e k_m S'_m, so for the whole gradient g of S_m:

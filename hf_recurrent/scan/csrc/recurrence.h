@@ -75,13 +75,17 @@ HFR_INLINE Complex<T> operator*(Complex<T> x, Complex<T> y) {
 template <class T>
 HFR_INLINE Complex<T> operator*(T x, Complex<T> y) { return {x * y.re, x * y.im}; }
 template <class T>
+HFR_INLINE Complex<T> plus_real(Complex<T> x, T y) { return {x.re + y, x.im}; }
+template <class T>
+HFR_INLINE T plus_real(T x, T y) { return x + y; }
+template <class T>
 HFR_INLINE Complex<T> conj(Complex<T> x) { return {x.re, -x.im}; }
-HFR_INLINE float conj(float x) { return x; }
-HFR_INLINE double conj(double x) { return x; }
+template <class T>
+HFR_INLINE T conj(T x) { return x; }
 template <class T>
 HFR_INLINE T real(Complex<T> x) { return x.re; }
-HFR_INLINE float real(float x) { return x; }
-HFR_INLINE double real(double x) { return x; }
+template <class T>
+HFR_INLINE T real(T x) { return x; }
 
 HFR_INLINE bool is_zero(float x) { return x == 0; }
 HFR_INLINE bool is_zero(double x) { return x == 0; }

@@ -1,0 +1,200 @@
+"""GateLoop's heads of d_k x d_v states against the float64 loop, and the promise never to hold all of them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from oracle import TOLERANCE, coefficients, mask_and_reset, random
+
+from hf_recurrent.scan import gateloop_heads_scan
+
+# (batch, length, heads, d_k, d_v): every size of a head, odd lengths, more and fewer heads than a vector has lanes
+SHAPES = [
+    (1, 1, 1, 1, 1), (2, 7, 3, 1, 1), (2, 33, 3, 2, 2), (3, 2, 1, 4, 4), (1, 1000, 3, 4, 4), (2, 33, 40, 8, 8),
+    (2, 7, 3, 3, 5), (1, 33, 17, 5, 3), (1, 33, 3, 16, 16), (1, 7, 1, 16, 16), (1, 33, 1, 3, 37), (2, 1, 20, 8, 8),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def loop(q, k, v, a, state, start, mask=None, reset=None, reverse=False):
+    """The definition, in each row, with `start` where a document begins."""
+    batch, length = q.shape[:2]
+    a = a.expand(q.shape)
+    outputs, finals = [], []
+    for b in range(batch):
+        h, ys = state[b], [None] * length
+        for t in reversed(range(length)) if reverse else range(length):
+            real = mask is None or mask[b, t]
+            first = t + 1 if reverse else t  # of a document that is left, or entered
+            begins = first < length and reset is not None and reset[b, first] and (mask is None or mask[b, first])
+            if begins:
+                h = torch.zeros_like(h) if start is None else start
+            if real:
+                h = a[b, t, :, :, None] * h + k[b, t, :, :, None] * v[b, t, :, None, :]
+            ys[t] = (q[b, t, :, :, None] * (h.real if h.is_complex() else h)).sum(-2)
+        outputs.append(torch.stack(ys))
+        finals.append(h)
+    return torch.stack(outputs), torch.stack(finals)
+
+
+def inputs_for(batch, length, heads, rows, columns, dtype, complex_state=True, shared=()):
+    """q, k, v, a and an initial state; a is of size 1 along the dimensions in `shared`."""
+    state_dtype = torch.promote_types(dtype, torch.float32)
+    state_dtype = state_dtype.to_complex() if complex_state else state_dtype
+    q, k = (random(batch, length, heads, rows, dtype=dtype) for _ in "qk")
+    sizes = [1 if i in shared else n for i, n in enumerate(q.shape)]
+    # Below one, lest rounding add up over the sequence, as it does in the loop too.
+    a = 0.99 * coefficients(*sizes, dtype=state_dtype)
+    v = random(batch, length, heads, columns, dtype=dtype)
+    return [q, k, v, a, random(batch, heads, rows, columns, dtype=state_dtype)]
+
+
+def run(scan, inputs, weights, start=None):
+    """Outputs, final state and the gradients of all inputs, under fixed weights of the outputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in (*inputs, *([] if start is None else [start]))]
+    y, final = scan(*leaves[:5], leaves[5] if start is not None else None)
+    loss = (y.double() * weights[0]).sum() + (final * weights[1].to(final.dtype)).sum().real
+    return [y, final, *torch.autograd.grad(loss, leaves)]
+
+
+def compare(inputs, backend, device="cpu", start=None, **options):
+    dtype, state = inputs[0].dtype, inputs[4]
+    wide = torch.complex128 if state.is_complex() else torch.float64
+    weights = random(*inputs[2].shape, dtype=dtype).double(), random(*state.shape, dtype=wide)
+    moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    on_device = [None if x is None else x.to(device) for x in (*inputs, start, *weights)]
+
+    def scan(*x):
+        return gateloop_heads_scan(*x[:5], reset_state=x[5], backend=backend, **moved)
+
+    got = run(scan, on_device[:5], on_device[6:], on_device[5])
+    exact = [x.double() for x in inputs[:3]] + [x.to(wide) for x in inputs[3:]]
+    exact_start = None if start is None else start.to(wide)
+    want = run(lambda *x: loop(*x, **options), exact, weights, exact_start)
+    names = ["y", "final", "q", "k", "v", "a", "state", "start"]
+    for name, x, y in zip(names, got, want, strict=False):
+        assert x.shape == y.shape and not x.isnan().any(), name
+        error, scale = (x.to(y) - y).abs().max().item(), y.abs().max().item()
+        # A constant a's gradient is a sum over all positions.
+        assert error <= 4 * TOLERANCE[dtype] * max(scale, 1), f"{name}: {error:.3g} of {scale:.3g}"
+    return got
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("complex_state", [True, False], ids=["complex", "real"])
+def test_against_the_loop(shape, complex_state):
+    compare(inputs_for(*shape, torch.float32, complex_state), "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes(dtype):
+    for complex_state in (True, False):
+        compare(inputs_for(2, 33, 3, 5, 6, dtype, complex_state), "cpu")
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "cpu"])
+@pytest.mark.parametrize("with_mask", [False, True], ids=["all", "mask"])
+@pytest.mark.parametrize("complex_state", [True, False], ids=["complex", "real"])
+def test_options(backend, with_mask, complex_state):
+    mask, reset = mask_and_reset(4, 37)
+    options = {"mask": mask if with_mask else None, "reset": reset}
+    for columns in (5, 1):
+        inputs = inputs_for(4, 37, 3, 4, columns, torch.float32, complex_state)
+        start = random(3, 4, columns, dtype=inputs[4].dtype)
+        compare(inputs, backend, **options)
+        compare(inputs, backend, start=start, **options)
+        compare(inputs, backend, **options, reverse=True)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "cpu"])
+def test_shared_transitions(backend):
+    for shared in [(0,), (1,), (0, 1), (3,), (0, 1, 2, 3)]:
+        compare(inputs_for(2, 9, 3, 4, 2, torch.float32, shared=shared), backend)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_reset_stops_what_is_not_finite(reverse):
+    inputs = inputs_for(1, 40, 3, 2, 3, torch.float32)
+    reset = torch.zeros(1, 40, dtype=torch.bool)
+    reset[0, [8, 24]] = True
+    inputs[2][0, 10] = float("nan")
+    weights = random(1, 40, 3, 3, dtype=torch.float64), torch.zeros(1, 3, 2, 3, dtype=torch.complex128)
+    y, _, *grads, _ = run(lambda *x: gateloop_heads_scan(*x[:5], reset=reset, reverse=reverse), inputs, weights)
+    for x in (y, *grads):
+        assert x[:, :8].isfinite().all() and x[:, 24:].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["chunked", "cpu"])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 0, 4), (2, 5, 3, 4, 0), (2, 0, 3, 4, 2), (0, 5, 3, 4, 2), (2, 5, 0, 4, 2)])
+def test_empty(backend, shape):
+    """No state reads as zero, and gives no gradient; no position hands the state on."""
+    inputs = [x.requires_grad_() for x in inputs_for(*shape, torch.float32)]
+    start = torch.randn(*shape[2:], dtype=torch.complex64).requires_grad_()
+    reset = torch.ones(shape[:2], dtype=torch.bool)
+    y, final = gateloop_heads_scan(*inputs, backend=backend, reset=reset, reset_state=start)
+    torch.testing.assert_close(y, torch.zeros_like(inputs[2]))
+    *grads, grad_state, grad_start = torch.autograd.grad(y.sum() + final.sum().real, [*inputs, start], allow_unused=True)
+    assert not any(grad is not None and grad.any() for grad in (*grads, grad_start))
+    if shape[1] == 0:
+        torch.testing.assert_close(final, inputs[4])
+        torch.testing.assert_close(grad_state, torch.ones_like(grad_state))
+
+
+def test_gradcheck():
+    mask, reset = mask_and_reset(2, 5)
+    for complex_state in (True, False):
+        inputs = [x.requires_grad_() for x in inputs_for(2, 5, 2, 3, 2, torch.float64, complex_state)]
+        start = random(2, 3, 2, dtype=inputs[4].dtype).requires_grad_()
+
+        def scan(*x, start=None, **options):
+            return gateloop_heads_scan(*x[:5], reset_state=x[5] if len(x) > 5 else None, **options, backend="cpu")
+
+        assert torch.autograd.gradcheck(scan, inputs)
+        assert torch.autograd.gradcheck(lambda *x: scan(*x, mask=mask, reset=reset), [*inputs, start])
+
+
+def test_strided_inputs():
+    """As slices of a projection, with channels that do not lie side by side, and as conjugates."""
+    q, k, v, a, state = inputs_for(2, 30, 3, 4, 4, torch.float32)
+    want = gateloop_heads_scan(q, k, v, a, state)
+    packed = torch.stack([q, k, v], dim=2)
+    views = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v, a, state)]
+    for got in (
+        gateloop_heads_scan(*packed.unbind(2), a, state),
+        gateloop_heads_scan(*views),
+        gateloop_heads_scan(q, k, v, a.conj().resolve_conj().conj(), state.conj().resolve_conj().conj()),
+    ):
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("backend", ["chunked", "cpu"])
+def test_split_anywhere(backend):
+    *inputs, state = inputs_for(2, 40, 3, 4, 2, torch.float64)
+    y, final = gateloop_heads_scan(*inputs, state, backend=backend)
+    first, carried = gateloop_heads_scan(*(x[:, :23] for x in inputs), state, backend=backend)
+    second, last = gateloop_heads_scan(*(x[:, 23:] for x in inputs), carried, backend=backend)
+    torch.testing.assert_close(torch.cat([first, second], 1), y, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(last, final, rtol=1e-13, atol=1e-13)
+
+
+def test_threads_change_nothing_much_and_repeats_nothing():
+    for shape in [(3, 50, 33, 8, 8), (1, 50, 5, 16, 16)]:
+        inputs = inputs_for(*shape, torch.float32)
+        weights = random(*inputs[2].shape, dtype=torch.float64), random(*inputs[4].shape, dtype=torch.complex128)
+        try:
+            results = {}
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                results[threads] = run(lambda *x: gateloop_heads_scan(*x[:5]), inputs, weights)
+                for x, y in zip(results[threads], run(lambda *x: gateloop_heads_scan(*x[:5]), inputs, weights), strict=True):
+                    assert torch.equal(x, y)
+            for x, y in zip(results[1], results[2], strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        finally:
+            torch.set_num_threads(1)
