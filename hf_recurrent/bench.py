@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .measure import paired, version_of
-from .scan import gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from .scan import gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan, s5_scan
 
 PASSES = ("forward", "backward")
 INPUT_SETS = 3  # used in turn: no call finds its input in a cache because the call before has just read it
@@ -67,6 +67,11 @@ def _constant_scan(shape, dtype, device):
     return _turns(shape[-1:], device), torch.randn(shape, dtype=torch.complex64, device=device)
 
 
+def _irregular(shape, dtype, device):
+    rate = torch.complex(-torch.rand(shape[-1], device=device), torch.randn(shape[-1], device=device))
+    return torch.randn(shape, dtype=torch.complex64, device=device), rate, torch.rand(shape[:2], device=device)
+
+
 def _longhorn(shape, dtype, device):
     x, dt = _normal(2)(shape, dtype, device)
     return x, dt, *_normal(2)((*shape[:2], STATE_SIZE), dtype, device)
@@ -85,6 +90,7 @@ CASES = (
     Case("GateLoop cell", _normal(5), _first(gateloop_scan), (6, 13)),
     Case("linear_scan, complex", _complex_scan, _first(linear_scan), (3, 5), complex=True),
     Case("linear_scan, constant complex a (S5)", _constant_scan, _first(linear_scan), (2, 3), complex=True),
+    Case("S5 cell, per-step", _irregular, _first(s5_scan), (2, 4), complex=True),
     Case(f"Longhorn cell, m = {STATE_SIZE}", _longhorn, _first(longhorn_scan), (3, 5)),
 )
 DTYPES = (torch.float32, torch.bfloat16)

@@ -10,7 +10,7 @@
     C~ = C V    C, or C1 and C2 of the forward and the backward scan         (H, P', 2)
     D           D, elementwise                                               (H,)
     Delta       step_rescale * exp(log_step), times the timesteps if given   (P', 1)
-    Lambda-bar  a, of `discretize`                                           (P',), or (B, L, P') with timesteps
+    Lambda-bar  a, of `discretize`; with timesteps inside `s5_scan`           (P',)
     B-bar       gain * B~, with the gain of `discretize`
     x_k         h: h_k = Lambda-bar h_{k-1} + B-bar u_k                      (B, L, P') complex
     y_k         2 Re(C~ h_k) + D u_k (no 2 without conj_sym)                 (B, L, H)
@@ -19,6 +19,7 @@ All products with B~ and C~ are products of real matrices. Parameters of the SSM
 authors' code (lindermanlab/S5). So have the defaults, but for the norm ("layer") and the final norm after the blocks.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -36,9 +37,10 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple, is_tracing
 
-from ..scan import linear_scan
+from ..scan import linear_scan, s5_scan
+from ..scan.cells import discretize
 from ..scan.elementwise import gate, skip_gelu
-from ..scan.s5 import discretize, drive, product, read
+from ..scan.s5 import drive, product, read
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, activation, at_least, kernel_size, not_negative, positive, probability
 from .hippo import hippo_normal, lecun_normal
@@ -284,19 +286,22 @@ class S5SSM(nn.Module):
         log_step = self.log_step[:, 0]
         if timesteps is None:
             is_bilinear = self.config.discretization == "bilinear"
-            scans = [drive(x, self.B, *self.poles, log_step, step_rescale, is_bilinear)] * 2
+            scans = [(linear_scan, drive(x, self.B, *self.poles, log_step, step_rescale, is_bilinear))] * 2
         else:
             dtype = torch.promote_types(x.dtype, torch.float32)
-            scans, driven = [], product(x, self.B.to(dtype))
             step = step_rescale * log_step.to(dtype).exp()
-            for times in _intervals(timesteps.to(dtype), mask, reset)[: 2 if self.config.bidirectional else 1]:
-                a, gain = self.discretize(step * times[..., None])
-                scans.append((a, gain * driven))
+            rate = torch.complex(*(part.to(dtype) * step for part in self.poles))
+            # Time in units of Delta, by which u is multiplied here: B is smaller than what it drives.
+            driven = product(x, step[:, None, None] * self.B.to(dtype))
+            scan = functools.partial(s5_scan, discretization=self.config.discretization)
+            scans = [(scan, (driven, rate, times)) for times in _intervals(timesteps.to(dtype), mask, reset)]
         scale = 2.0 if self.config.conj_sym else 1.0
-        h, final = linear_scan(*scans[0], state, mask=mask, reset=reset, reset_state=reset_state)
+        scan, inputs = scans[0]
+        h, final = scan(*inputs, state, mask=mask, reset=reset, reset_state=reset_state)
         if not self.config.bidirectional:
             return skip(read(h, self.C, scale, x.dtype), x, self.D), final
-        backward, _ = linear_scan(*scans[1], mask=mask, reset=reset, reverse=True)
+        scan, inputs = scans[1]
+        backward, _ = scan(*inputs, mask=mask, reset=reset, reverse=True)
         y = read(h, self.C1, scale, x.dtype) + read(backward, self.C2, scale, x.dtype)
         return skip(y, x, self.D), None
 

@@ -21,6 +21,7 @@ class Cell:
         kernel: its twin of csrc/cells.h, which is tested against it, with `State` for what a real number of the inputs
             is computed with.
         has_complex_state: though its inputs are real.
+        timed: its second input is a real number for each position, (B, L), which all channels have in common.
         read: (*inputs, h) -> y, where not the state itself is given.
     """
 
@@ -28,11 +29,16 @@ class Cell:
     coefficients: Callable[..., tuple[Tensor, Tensor]]
     kernel: str
     has_complex_state: bool = False
+    timed: bool = False
     read: Callable[..., Tensor] | None = None
 
     def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What the state is carried in where the inputs have `dtype`."""
         return (COMPLEX_STATE_DTYPES if self.has_complex_state else STATE_DTYPES)[dtype]
+
+    def parted(self, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """The inputs that have channels, and the one that has none."""
+        return ([inputs[0], *inputs[2:]], inputs[1]) if self.timed else (inputs, None)
 
 
 def _linear(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,6 +127,40 @@ GATELOOP = {
         ("cartesian", magnitude, "identity"),
     ]
 }
+
+
+# ---- S5 (arXiv 2208.04933) -------------------------------------------------------------------------------------------
+
+
+def discretize(poles: Tensor, step: Tensor, bilinear: bool) -> tuple[Tensor, Tensor]:
+    """
+    Args:
+        poles: Lambda, (P',) complex.
+        step: Delta, (..., P') or (..., 1).
+        bilinear: by the bilinear transform, else by zero-order hold.
+
+    Returns:
+        Lambda-bar and the gain of B-bar = gain * B~, (..., P') complex.
+    """
+    z = poles * step
+    if bilinear:
+        inverse = 1 / (1 - z / 2)
+        return inverse * (1 + z / 2), inverse * step
+    still = z == 0  # where the quotient is 0 / 0, and its limit is 1
+    quotient = torch.expm1(z) / torch.where(still, 1, z)  # no cancellation at small steps
+    return torch.exp(z), torch.where(still, 1 + z / 2, quotient) * step
+
+
+def _s5(bilinear: bool, rate: Tensor, times: Tensor, driven: Tensor) -> tuple[Tensor, Tensor]:
+    a, gain = discretize(rate, times[..., None], bilinear)
+    return a, gain * driven
+
+
+S5 = {  # by discretisation
+    "zoh": Cell("s5_zoh", functools.partial(_s5, False), "S5Cell<State, ZeroOrderHold>", timed=True),
+    "bilinear": Cell("s5_bilinear", functools.partial(_s5, True), "S5Cell<State, Bilinear>", timed=True),
+}
 STATE_CELLS = (LINEAR, MINGRU_VANILLA, MINGRU_POSITIVE, MINLSTM_VANILLA, MINLSTM_POSITIVE)
 READING_CELLS = tuple(GATELOOP.values())
-BY_NAME = {cell.name: cell for cell in (*STATE_CELLS, *READING_CELLS)}
+TIMED_CELLS = tuple(S5.values())
+BY_NAME = {cell.name: cell for cell in (*STATE_CELLS, *READING_CELLS, *TIMED_CELLS)}

@@ -42,8 +42,9 @@ ELEMENTS_PER_THREAD = 16384  # below this a second thread costs more than it bri
 # token calls several kernels per layer, each of them shorter than ctypes takes to fill a Structure field by field.
 Problem = struct.Struct
 
-# batch, length, channels, reverse, threads, sum_first, flags; inputs, h, y; initial, state; grad_inputs
-_PROBLEM = Problem(f"{7 + 4 * (MAX_INPUTS + 2) + 2 + MAX_INPUTS}q")
+# batch, length, channels, reverse, threads, sum_first, flags; inputs, h, y; initial, state; grad_inputs; times, their
+# strides, grad_times
+_PROBLEM = Problem(f"{7 + 4 * (MAX_INPUTS + 2) + 2 + MAX_INPUTS + 4}q")
 NOTHING = (0, 0, 0, 0)  # a tensor that is not there, as `describe` would have it
 NO_GRADS = (0,) * MAX_INPUTS
 
@@ -215,7 +216,9 @@ def _run(
     y: tuple[int, ...] = NOTHING,
     initial: Tensor | None = None,
     grads: tuple[int, ...] = NO_GRADS,
+    grad_times: Tensor | None = None,
 ) -> None:
+    inputs, times = BY_NAME[cell].parted(inputs)
     described = [number for x in inputs for number in describe(x, shape)]
     described += NOTHING * (MAX_INPUTS - len(inputs))
     # Contiguous, and counted in pairs where the two parts of complex numbers are a last dimension.
@@ -223,6 +226,7 @@ def _run(
     fields = (
         *shape, reverse, threads_for(shape.numel()), sum_first, pointer(flags), *described, *states, *y,
         pointer(initial), state.data_ptr(), *grads,
+        *((0, 0, 0) if times is None else (times.data_ptr(), *times.stride())), pointer(grad_times),
     )  # fmt: skip
     dtype = inputs[0].dtype
     if cell in CELLS:
@@ -276,7 +280,7 @@ def backward(
     """Gradients of the inputs (each of its own shape) and of the initial state, from the h that forward has written and
     the gradient of what the cell gives, (B, L, D)."""
     state = grad_final.clone(memory_format=torch.contiguous_format)
-    grads, sum_first = new_grads(inputs, grad_y)
+    grads, sum_first, grad_times = new_grads(BY_NAME[cell], inputs, grad_y)
     if grad_y.numel():
         initial = None if initial_state is None else initial_state.contiguous()
         _run(
@@ -292,5 +296,6 @@ def backward(
             describe(grad_y),
             initial,
             (*(grad.data_ptr() for grad in grads), *NO_GRADS)[:MAX_INPUTS],
+            grad_times,
         )
-    return summed_to_inputs(grads, inputs), state
+    return summed_to_inputs(BY_NAME[cell], grads, grad_times, inputs), state

@@ -76,10 +76,12 @@ def _scan(
     reverse: bool,
 ) -> Scan:
     """`others`, of any strides, and `rows`, contiguous: what else the kernels read or write at each position."""
+    inputs, times = BY_NAME[cell].parted(inputs)
     dtype, channels = inputs[0].dtype, shape[2]
     width = width_for(shape, [*inputs, *others], [x for x in rows if x is not None])
     blocks = -(-channels // (width * (8 if width > 1 else 32)))
     described = [part for x in inputs for part in describe(x, shape)] + [0] * 4 * (MAX_INPUTS - len(inputs))
+    described += [0] * 3 if times is None else [times.data_ptr(), *times.stride()]
     module, state_dtype = module_for(cell, dtype, width), BY_NAME[cell].state_dtype(dtype)
     return Scan(module, THREADS, blocks, shape, (channels,), state_dtype, inputs[0].device, flags, reverse, described)
 
@@ -139,9 +141,10 @@ def backward(
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the inputs (each of its own shape) and of the initial state, from the h that forward has written and
     the gradient of what the cell gives, (B, L, D)."""
-    grads, sum_first = new_grads(inputs, grad_y)
+    grads, sum_first, grad_times = new_grads(BY_NAME[cell], inputs, grad_y)
     if not grad_y.numel():
-        return summed_to_inputs(grads, inputs), grad_final.clone(memory_format=torch.contiguous_format)
+        grad_initial = grad_final.clone(memory_format=torch.contiguous_format)
+        return summed_to_inputs(BY_NAME[cell], grads, grad_times, inputs), grad_initial
     inputs, grad_y = [aligned(x) for x in inputs], aligned(grad_y)
     initial, grad_final = (None if x is None else aligned(x.contiguous()) for x in (initial_state, grad_final))
     scan = _scan(cell, grad_y.shape, inputs, [grad_y], [h], flags, reverse)
@@ -149,6 +152,7 @@ def backward(
         scan.run("scan_backward_segments", *describe(grad_y))
     if sum_first:
         grads[0] = grads[0].new_empty(grad_y.shape[0], scan.segments, grad_y.shape[2])
+    time_sums = None if grad_times is None else grad_times.new_empty(scan.grid[0], *grad_times.shape)
     grad_initial = torch.empty_like(grad_final)
     scan.run(
         "scan_backward",
@@ -161,5 +165,7 @@ def backward(
         0 if sum_first else pointer(grads[0]),
         *(pointer(g) for g in grads[1:]),
         *[0] * (MAX_INPUTS - len(grads)),
+        pointer(time_sums),
     )
-    return summed_to_inputs(grads, inputs), grad_initial
+    grad_times = grad_times if time_sums is None else time_sums.sum(0)
+    return summed_to_inputs(BY_NAME[cell], grads, grad_times, inputs), grad_initial

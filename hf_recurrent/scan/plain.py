@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import chunked
-from .cells import _gateloop, _mingru, _minlstm, _read_gateloop
+from .cells import _gateloop, _mingru, _minlstm, _read_gateloop, _s5, discretize
 from .convolution import _short_convolution, state_after
 from .elementwise import _gate, _skip_gelu
 from .gateloop import _channel_loop
@@ -21,7 +21,7 @@ from .longhorn import _gated_scan, _plain_forward, _with_starts
 from .norm import _rms_norm
 from .ops import started, step_flags
 from .reference import COMPLEX_STATE_DTYPES, STATE_DTYPES
-from .s5 import _drive, _read, discretize, product
+from .s5 import _drive, _read, product
 
 __all__ = [
     "COMPLEX_STATE_DTYPES",
@@ -42,6 +42,7 @@ __all__ = [
     "product",
     "read",
     "rms_norm",
+    "s5_scan",
     "short_convolution",
     "skip_gelu",
     "state_after",
@@ -200,6 +201,25 @@ def gateloop_heads_scan(
     and the final state."""
     options = {"mask": mask, "reset": reset, "reset_state": reset_state}
     return _by_linear_scan(linear_scan, q, k, v, a, initial_state, **options)
+
+
+def s5_scan(
+    driven: Tensor,
+    rate: Tensor,
+    times: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    reverse: bool = False,
+    reset_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The states of dh/dt = r h + u at irregular times (arXiv 2208.04933, section 3.2), by zero-order hold ("zoh") or
+    the "bilinear" transform; driven: u, (B, L, D) complex; rate: r, (D,) complex; times: (B, L), each position's time
+    since the one before; the rest as for `linear_scan`. Returns h, (B, L, D), and the final state."""
+    a, b = _s5(discretization == "bilinear", rate, times, driven)
+    return _chunked_scan(b.dtype, a, b, initial_state, mask, reset, reset_state, reverse)
 
 
 # By the definitions that their kernels have.

@@ -196,7 +196,7 @@ def gateloop_scan(
     check_mask("reset", reset, q)
     state = initial_state
     if state is not None:
-        state = _checked_state(state, q, cell.state_dtype(dtype))
+        state = checked_state(state, q, cell.state_dtype(dtype))
     flags = step_flags(mask, reset, reverse)
     if update_state:
         check_updatable(initial_state, cell.state_dtype(dtype), inputs)
@@ -209,7 +209,7 @@ def gateloop_scan(
     return y, final
 
 
-def _checked_state(state: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
+def checked_state(state: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
     check_tensor("initial_state", state, q)
     if state.shape != (q.shape[0], q.shape[2]):
         want = (q.shape[0], q.shape[2])

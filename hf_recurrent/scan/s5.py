@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cpu
+from .cells import discretize
 from .reference import COMPLEX_STATE_DTYPES
 from .unobserved import unobserved
 
@@ -20,22 +21,6 @@ _PROBLEM = cpu.Problem("13q")
 
 
 # ---- in plain PyTorch ------------------------------------------------------------------------------------------------
-
-
-def discretize(poles: Tensor, step: Tensor, bilinear: bool) -> tuple[Tensor, Tensor]:
-    """
-    Args:
-        poles: Lambda, (P',) complex.
-        step: Delta, (..., P').
-        bilinear: by the bilinear transform, else by zero-order hold.
-
-    Returns:
-        Lambda-bar and the gain of B-bar = gain * B~, (..., P') complex.
-    """
-    if not bilinear:
-        return torch.exp(poles * step), torch.expm1(poles * step) / poles  # no cancellation at small steps
-    inverse = 1 / (1 - poles * (step / 2))
-    return inverse * (1 + poles * (step / 2)), inverse * step
 
 
 def product(x: Tensor, b: Tensor) -> Tensor:

@@ -44,7 +44,25 @@ def test_the_same_to_the_bit(name, dtype, started):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("discretization", ["zoh", "bilinear"])
+@pytest.mark.parametrize("started", [False, True])
+def test_irregular_times_to_the_bit(discretization, started):
+    torch.manual_seed(0)
+    driven, rate = torch.randn(2, 19, 5, dtype=torch.complex64), torch.randn(5, dtype=torch.complex64)
+    options = {
+        "initial_state": torch.randn(2, 5, dtype=torch.complex64),
+        "discretization": discretization,
+        "mask": torch.rand(2, 19) > 0.3,
+        "reset": torch.rand(2, 19) > 0.7,
+        "reset_state": torch.randn(5, dtype=torch.complex64) if started else None,
+    }
+    inputs = driven, rate, torch.rand(2, 19)
+    ours = scan.s5_scan(*inputs, **options, backend="chunked")
+    for mine, theirs in zip(ours, plain.s5_scan(*inputs, **options), strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", [*INPUTS, "s5_scan"])
 def test_every_argument_is_there(name):
     ours, theirs = (inspect.signature(getattr(module, name)).parameters.keys() for module in (scan, plain))
     assert ours - OURS <= theirs

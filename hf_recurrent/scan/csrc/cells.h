@@ -7,6 +7,9 @@
 //   read(x, h) -> y                  also at padding, where h is the state that passes;
 //   read_back(x, h, dy, dx) -> g     g: what comes to the gradient of h; dx: the gradient of what y alone reads.
 // All are scalar functions of one channel; the loops of scan_cpu.h and scan_cuda.cu run them over time and channels.
+// x and dx have `inputs` numbers, and where the cell is `timed` one more: what the position's channels have in common, a real
+// number, of whose gradient the loops form the sum over the channels. `apart`: most of its work is for both parts of complex
+// inputs at once (scan_cpu.h says what for).
 #pragma once
 #include "recurrence.h"
 
@@ -17,6 +20,8 @@ template <class T>
 struct GivesState {
   using State = T;
   static constexpr bool reads = false;
+  static constexpr bool timed = false;
+  static constexpr bool apart = false;
 
   template <int n>
   HFR_INLINE static T read(const T (&)[n], T h) { return h; }
@@ -155,6 +160,8 @@ struct GateLoopCell {
   static constexpr int backward_inputs = inputs;
   static constexpr bool first_may_be_constant = false;
   static constexpr bool reads = true;
+  static constexpr bool timed = false;
+  static constexpr bool apart = false;
 
   HFR_INLINE static void coefficients(const T (&x)[inputs], State& a, State& b) {
     a = Transition(x + 3).a;
@@ -288,6 +295,104 @@ struct HeadCell {
     dv += real(g) * k;
     da = da + g * conj(h);
     return g * conj(a);
+  }
+};
+
+// S5 at irregular times (arXiv 2208.04933, section 3.2): dh/dt = r h + u over the time t since the position before, over which u is
+// held. With z = r t, and by zero-order hold or the bilinear transform (below) a, phi, slope = da/dz and phi_slope = dphi/dz:
+//   h = a h' + t phi u;   dL/dh' = g conj(a);   dL/du = g conj(t phi);   dL/dr = g conj(t slope h' + t^2 phi_slope u).
+// Both have d(t phi)/dt = slope, so that dL/dt = Re(g conj(slope (r h' + u))), of all channels together.
+// Bytes for each channel and position in float32: forward u in, h out, 16; backward u, h and g in, one gradient out, 32, as the
+// linear cell with a constant a. In single operations a and t phi are tensors too: forward z, e^z, e^z - 1, t phi, its product
+// with u and the scan move 120.
+template <class T, template <class> class Hold>
+struct S5Cell : GivesState<T> {
+  static constexpr int inputs = 2;  // r, u; then t
+  static constexpr int backward_inputs = 2;
+  static constexpr bool first_may_be_constant = true;
+  static constexpr bool timed = true;
+  static constexpr bool apart = true;
+  using Discretised = Hold<decltype(T().re)>;
+
+  HFR_INLINE static void coefficients(const T (&x)[3], T& a, T& b) {
+    const Discretised hold(x[2].re * x[0]);
+    a = hold.a;
+    b = x[2].re * (hold.phi * x[1]);
+  }
+
+  HFR_INLINE static T forward(const T (&x)[3], T h) {
+    T a, b;
+    coefficients(x, a, b);
+    return a * h + b;
+  }
+
+  HFR_INLINE static T backward(const T (&x)[3], T h, T g, T (&dx)[3]) {
+    const auto t = x[2].re;
+    const Discretised hold(t * x[0]);
+    dx[0] = g * conj(t * (hold.slope * h + t * (hold.phi_slope * x[1])));
+    dx[1] = g * conj(t * hold.phi);
+    dx[2] = T(real(g * conj(hold.slope * (x[0] * h + x[1]))));
+    return g * conj(hold.a);
+  }
+};
+
+// a = (1 + z/2) w and phi = w, w = 1 / (1 - z/2). So a = 2 w - 1 and da/dz = w^2.
+template <class T>
+struct Bilinear {
+  Complex<T> a, phi, slope, phi_slope;
+
+  HFR_INLINE explicit Bilinear(Complex<T> z) {
+    const Complex<T> half = T(0.5) * z;
+    phi = inverse(Complex<T>(T(1)) - half);
+    a = phi * (Complex<T>(T(1)) + half);
+    slope = phi * phi;
+    phi_slope = T(0.5) * slope;
+  }
+};
+
+template <int n>
+constexpr double kFactorial = n * kFactorial<n - 1>;
+template <>
+constexpr double kFactorial<0> = 1;
+
+// The coefficients from the k-th on of psi(z) = sum (k + 1) / (k + 2)! z^k divided by z^2 - sum z + product, the polynomial with
+// the roots z and conj(z): the last two of the quotient. So a polynomial with real coefficients takes real operations.
+template <int k, int last, class T>
+HFR_INLINE Complex<T> quotient(T sum, T product) {
+  constexpr T term = T((k + 1) / kFactorial<k + 2>);
+  if constexpr (k == last) {
+    return {term, T(0)};
+  } else {
+    const Complex<T> next = quotient<k + 1, last>(sum, product);
+    return {term + sum * next.re - product * next.im, next.re};
+  }
+}
+
+// a = e^z, phi = (e^z - 1) / z and psi = dphi/dz = (e^z - phi) / z. With z = x + i y the real part of e^z - 1 is
+// (e^x - 1) cos y + (cos y - 1), without cancellation. psi would have it where |z|^2 < 1/2: there it is its series, of which
+// what is left out is below the rounding. The least of numbers beside both |z|^2 and what is divided by it makes phi(0) 1; a |z|^2 that overflows makes NaN.
+template <class T>
+struct ZeroOrderHold {
+  Complex<T> a, phi, slope, phi_slope;
+
+  HFR_INLINE explicit ZeroOrderHold(Complex<T> z) {
+    constexpr T least = T(1e-30), gone = sizeof(T) > 4 ? T(-746) : T(-87);
+    T growth, growth_less_one, cosine_less_one;
+    exponentials(z.re, growth, growth_less_one);
+    // Of what has decayed any phase will do. (A product, since GCC moves a choice past the conversions of `unit`, and then does
+    // not vectorise.)
+    const Complex<T> turn = unit(z.im * (z.re < gone ? T(0) : T(1)), cosine_less_one);
+    a = growth * turn;
+    slope = growth * turn;  // not a copy of a, which GCC would make in memory, and then not vectorise
+    const Complex<T> less_one(growth_less_one * turn.re + cosine_less_one, a.im);
+    const T size = z.re * z.re + z.im * z.im, one_over = T(1) / (size + least) + (size - size);
+    phi.re = (less_one.re * z.re + (less_one.im * z.im + least)) * one_over;
+    phi.im = (less_one.im * z.re - less_one.re * z.im) * one_over;
+    const Complex<T> difference = one_over * ((a - phi) * conj(z));
+    const Complex<T> rest = quotient<1, (sizeof(T) > 4 ? 16 : 8)>(z.re + z.re, size);
+    const bool small = size < T(0.5);
+    phi_slope.re = small ? T(0.5) + z.re * rest.re - size * rest.im : difference.re;
+    phi_slope.im = small ? z.im * rest.re : difference.im;
   }
 };
 

@@ -69,6 +69,8 @@ struct Complex {
 template <class T>
 HFR_INLINE Complex<T> operator+(Complex<T> x, Complex<T> y) { return {x.re + y.re, x.im + y.im}; }
 template <class T>
+HFR_INLINE Complex<T> operator-(Complex<T> x, Complex<T> y) { return {x.re - y.re, x.im - y.im}; }
+template <class T>
 HFR_INLINE Complex<T> operator*(Complex<T> x, Complex<T> y) {
   return {x.re * y.re - x.im * y.im, x.re * y.im + x.im * y.re};
 }
@@ -206,6 +208,34 @@ HFR_INLINE double exponential(double x) { return exp(x); }
 HFR_INLINE double exponential(double x) { return __builtin_exp(x); }
 #endif
 
+// exp(x) and exp(x) - 1, each to full relative precision, by the polynomial above and infinite beyond its range: with
+// q = e^r - 1 they are 2^n q + 2^n and 2^n q + (2^n - 1), where 2^n - 1 has no sign that would cancel.
+HFR_INLINE void exponentials(float x, float& value, float& less_one) {
+  const float within = x > 87.0f ? 87.0f : x < -87.0f ? -87.0f : x;
+  const float shifted = within * 1.44269504f + 12582912.0f;
+  const float n = shifted - 12582912.0f;
+  float r = within - n * 0.693145752f;
+  r = r - n * 1.42860677e-6f;
+  float q = 1.38144672e-3f;
+  q = q * r + 8.36878084e-3f;
+  q = q * r + 4.16683927e-2f;
+  q = q * r + 1.66665196e-1f;
+  q = q * r + 4.9999994e-1f;
+  q = (q * r) * r + r;
+  const float scale = float_from_bits((bits_from_float(shifted) + 127u) << 23);
+  const float beyond = x > 87.0f ? float_from_bits(0x7f800000u) : 0.0f;
+  value = scale * q + scale + beyond;
+  less_one = scale * q + (scale - 1.0f) + beyond;
+}
+
+HFR_INLINE void exponentials(double x, double& value, double& less_one) {
+#ifdef __CUDACC_RTC__
+  value = exp(x), less_one = expm1(x);
+#else
+  value = __builtin_exp(x), less_one = __builtin_expm1(x);
+#endif
+}
+
 // sigma(x) and sigma(-x) = 1 - sigma(x), both to full relative precision: the complement of a saturated gate is the decay
 // that a long memory lives on, so it must not be formed by subtraction.
 template <class T>
@@ -219,7 +249,8 @@ HFR_INLINE void logistic(T x, T& value, T& complement) {
 // cos(x) + i sin(x), within 2 ulp of the larger of the two, branch-free. The multiple of pi/2 nearest to x is taken off in
 // double precision, in which one constant does for all |x| < 2^30; beyond, where neighbouring numbers lie more than twenty
 // turns apart, it is NaN. Then the polynomials of degree 7 and 8 for |r| <= pi/4.
-HFR_INLINE Complex<float> unit(float x) {
+// cosine_less_one: cos(x) - 1, to full relative precision.
+HFR_INLINE Complex<float> unit(float x, float& cosine_less_one) {
   const double rounding = 6755399441055744.0;  // 1.5 * 2^52: the integer part ends up in the low mantissa bits
   const double n = (double)x * 0.63661977236758134 + rounding;
   const float r = (float)((double)x - (n - rounding) * 1.5707963267948966);
@@ -231,16 +262,19 @@ HFR_INLINE Complex<float> unit(float x) {
   float cosine = 2.44377298e-5f;
   cosine = cosine * r2 - 1.38873614e-3f;
   cosine = cosine * r2 + 4.16666467e-2f;
-  cosine = cosine * r2 * r2 - 0.5f * r2 + 1.0f;
+  const float fall = cosine * r2 * r2 - 0.5f * r2;
+  cosine = fall + 1.0f;
   const unsigned int quadrant = low_bits(n);
   const float nothing = x < 1073741824.0f && x > -1073741824.0f ? 0.0f : float_from_bits(0x7fc00000u);
   const float first = (quadrant & 1u) ? sine : cosine, second = (quadrant & 1u) ? cosine : sine;
-  return {float_from_bits(bits_from_float(first) ^ ((quadrant + 1u) & 2u) << 30) + nothing,
-          float_from_bits(bits_from_float(second) ^ (quadrant & 2u) << 30) + nothing};
+  const Complex<float> u = {float_from_bits(bits_from_float(first) ^ ((quadrant + 1u) & 2u) << 30) + nothing,
+                            float_from_bits(bits_from_float(second) ^ (quadrant & 2u) << 30) + nothing};
+  cosine_less_one = (quadrant & 3u) ? u.re - 1.0f : fall;
+  return u;
 }
 
 // The same in double precision, by Taylor's series, of which the terms left out are below 5e-17.
-HFR_INLINE Complex<double> unit(double x) {
+HFR_INLINE Complex<double> unit(double x, double& cosine_less_one) {
   const double rounding = 6755399441055744.0;
   const double shifted = x * 0.63661977236758134 + rounding, n = shifted - rounding;
   // pi/2 in three parts, of which the first two have 33 bits: their products with n are exact to |x| = 2^20, and with fused
@@ -265,11 +299,29 @@ HFR_INLINE Complex<double> unit(double x) {
   cosine = cosine * r2 - 0.001388888888888889;
   cosine = cosine * r2 + 0.041666666666666664;
   cosine = cosine * r2 - 0.5;
-  cosine = cosine * r2 + 1.0;
+  const double fall = cosine * r2;
+  cosine = fall + 1.0;
   const unsigned int quadrant = low_bits(shifted);
   const double first = (quadrant & 1u) ? sine : cosine, second = (quadrant & 1u) ? cosine : sine;
   const double nothing = x < 1073741824.0 && x > -1073741824.0 ? 0.0 : (double)float_from_bits(0x7fc00000u);
-  return {((quadrant + 1u) & 2u ? -first : first) + nothing, (quadrant & 2u ? -second : second) + nothing};
+  const Complex<double> u = {((quadrant + 1u) & 2u ? -first : first) + nothing,
+                             (quadrant & 2u ? -second : second) + nothing};
+  cosine_less_one = (quadrant & 3u) ? u.re - 1.0 : fall;
+  return u;
+}
+
+template <class T>
+HFR_INLINE Complex<T> unit(T x) {
+  T cosine_less_one;
+  return unit(x, cosine_less_one);
+}
+
+// 1 / x, for |x| between 1e-9 and 1e28: moved by 2^30 both ways, so that the squares stay in a float's range.
+template <class T>
+HFR_INLINE Complex<T> inverse(Complex<T> x) {
+  constexpr T scale = T(9.31322574615478516e-10);
+  const T re = scale * x.re, im = scale * x.im, size = T(1) / (re * re + im * im);
+  return {scale * (re * size), -scale * (im * size)};
 }
 
 // x / |x| and |x|; 1 and 0 for zero. The squares neither overflow nor vanish: both parts are first divided by the larger.

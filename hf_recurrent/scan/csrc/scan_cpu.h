@@ -48,6 +48,9 @@ struct Problem {
   char* initial;             // backward: (batch, channels) contiguous in the state type, or null for zero
   char* state;               // forward: in h_{-1}, out the final state; backward: in its gradient, out that of h_{-1}
   char* grad_inputs[kMaxInputs];  // backward only: contiguous
+  const char* times;         // of a timed cell: (batch, length) of the state's real type, and
+  int64_t times_stride[2];
+  char* grad_times;          // backward only: (batch, length) contiguous
 };
 
 template <class T>
@@ -68,23 +71,78 @@ const T* row(const Tensor& x, int64_t b, int64_t t, int64_t d, int64_t n, T* cop
 template <class T>
 using Value = typename StateOf<T>::type;
 
-// The inputs of a position, one pointer each; Indices is 0 ... inputs - 1.
+// What one part of a state is.
+template <class Cell>
+using RealOf = decltype(real(typename Cell::State()));
+
+// The inputs of a position, one pointer each; Indices is 0 ... inputs - 1. `time` is what its channels have in common.
 template <class T>
-struct Rows { const T* x[kMaxInputs]; };
+struct Rows {
+  const T* x[kMaxInputs];
+  Value<T> time = Value<T>(0);
+};
+
+// One channel's numbers, as the cell takes them.
+template <class Cell, class T>
+struct Numbers {
+  Value<T> x[Cell::inputs + Cell::timed];
+
+  template <class... Loaded>
+  HFR_INLINE explicit Numbers(Value<T> time, Loaded... loaded) : x{loaded...} {
+    if constexpr (Cell::timed) x[Cell::inputs] = time;
+  }
+};
+
+// A position's numbers of one kind, up to kChunk, as the loops below read and write them: where they lie.
+template <class T, bool apart>
+struct Channels {
+  T* data;
+
+  HFR_INLINE Channels(T* from, int64_t) : data(from) {}
+  HFR_INLINE auto get(int64_t i) const { return load(data[i]); }
+  template <class Number>
+  HFR_INLINE void set(int64_t i, Number x) { store(x, data[i]); }
+  HFR_INLINE void write(int64_t) const {}
+};
+
+// Or complex ones with their parts apart. Side by side in a vector, where the linear recurrence is best computed, they would have
+// compilers compute twice, once for each part, what is one number for both: an exponential.
+template <class T>
+struct Channels<T, true> {
+  using Number = decltype(load(T()));
+  alignas(kLine) decltype(real(Number())) re[kChunk], im[kChunk];
+  T* data;
+
+  HFR_INLINE Channels(T* from, int64_t n) : data(from) {
+    for (int64_t i = 0; i < n; ++i) re[i] = load(from[i]).re, im[i] = load(from[i]).im;
+  }
+  HFR_INLINE Number get(int64_t i) const { return {re[i], im[i]}; }
+  HFR_INLINE void set(int64_t i, Number x) { re[i] = x.re, im[i] = x.im; }
+  HFR_INLINE void write(int64_t n) const {
+    for (int64_t i = 0; i < n; ++i) store(Number(re[i], im[i]), data[i]);
+  }
+};
 
 // `saved`: whether the states are written too, where they are not what the cell gives. `masked`: they pass.
 template <class Cell, bool saved, bool masked, class T, class H, size_t... I>
 void forward_row(const Rows<T>& rows, int64_t first, typename Cell::State* __restrict__ state, T* __restrict__ y,
                  H* __restrict__ h, int64_t n, std::index_sequence<I...>) {
   using State = typename Cell::State;
-  const T* x_row[] = {rows.x[I] + first...};
+  const Channels<const T, Cell::apart> x_row[] = {{rows.x[I] + first, n}...};
+  Channels<State, Cell::apart> states(state, n);
+  const Value<T> time = rows.time;
   HFR_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
-    Value<T> x[] = {load(x_row[I][i])...};
-    State s = masked ? state[i] : Cell::forward(x, state[i]);
-    state[i] = s;
-    store(Cell::read(x, s), y[i]);
+    const auto [x] = Numbers<Cell, T>(time, x_row[I].get(i)...);
+    State s = masked ? states.get(i) : Cell::forward(x, states.get(i));
+    states.set(i, s);
+    if constexpr (!Cell::apart) store(Cell::read(x, s), y[i]);
     if constexpr (saved) store(s, h[i]);
+  }
+  states.write(n);
+  if constexpr (Cell::apart) {
+    static_assert(!Cell::reads);
+    memcpy(static_cast<void*>(y), state, n * sizeof(T));
   }
 }
 
@@ -92,20 +150,28 @@ void forward_row(const Rows<T>& rows, int64_t first, typename Cell::State* __res
 template <class Cell, bool sum_first, bool masked, class T, class P, size_t... I>
 void backward_row(const Rows<T>& rows, int64_t first, const P* __restrict__ h_prev, const T* __restrict__ grad_y,
                   typename Cell::State* __restrict__ carry, typename Cell::State* __restrict__ sum, T* const (&grads)[kMaxInputs],
-                  int64_t n, std::index_sequence<I...>) {
+                  RealOf<Cell>* __restrict__ grad_time, int64_t n, std::index_sequence<I...>) {
   using State = typename Cell::State;
-  const T* x_row[] = {rows.x[I] + first...};
-  T* grad[] = {grads[I]...};
+  const Channels<const T, Cell::apart> x_row[] = {{rows.x[I] + first, n}...};
+  const Channels<const P, Cell::apart> before(h_prev, n);
+  const Channels<const T, Cell::apart> arrived(grad_y, n);
+  Channels<State, Cell::apart> carried(carry, n), total(sum, sum_first ? n : 0);
+  Channels<T, Cell::apart> grad[] = {{grads[I], 0}...};
+  const Value<T> time = rows.time;
   HFR_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
-    Value<T> x[] = {load(x_row[I][i])...};
-    Value<T> dx[sizeof...(I)] = {};
-    const State previous = load(h_prev[i]), h = masked ? previous : Cell::forward(x, previous);
-    const State g = carry[i] + Cell::read_back(x, h, load(grad_y[i]), dx);
-    carry[i] = masked ? g : Cell::backward(x, previous, g, dx);
-    if constexpr (sum_first) sum[i] = sum[i] + dx[0];
-    ((sum_first && I == 0 ? void() : store(dx[I], grad[I][i])), ...);
+    const auto [x] = Numbers<Cell, T>(time, x_row[I].get(i)...);
+    Value<T> dx[Cell::inputs + Cell::timed] = {};
+    const State previous = before.get(i), h = masked ? previous : Cell::forward(x, previous);
+    const State g = carried.get(i) + Cell::read_back(x, h, arrived.get(i), dx);
+    carried.set(i, masked ? g : Cell::backward(x, previous, g, dx));
+    if constexpr (sum_first) total.set(i, total.get(i) + dx[0]);
+    ((sum_first && I == 0 ? void() : grad[I].set(i, dx[I])), ...);
+    if constexpr (Cell::timed) grad_time[i] = real(dx[Cell::inputs]);
   }
+  carried.write(n);
+  if constexpr (sum_first) total.write(n);
+  ((sum_first && I == 0 ? void() : grad[I].write(n)), ...);
 }
 
 // One position more for what a segment makes of a state: `product` and `sum` of `Block::summarise`.
@@ -113,10 +179,11 @@ template <class Cell, bool backwards, bool masked, class T, size_t... I>
 void summary_row(const Rows<T>& rows, const T* grad_y, typename Cell::State* __restrict__ product,
                  typename Cell::State* __restrict__ sum, int64_t n, std::index_sequence<I...>) {
   using State = typename Cell::State;
+  const Value<T> time = rows.time;
   HFR_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
-    Value<T> x[] = {load(rows.x[I][i])...};
-    Value<T> dx[sizeof...(I)];
+    const auto [x] = Numbers<Cell, T>(time, load(rows.x[I][i])...);
+    Value<T> dx[Cell::inputs + Cell::timed];
     State next = masked ? product[i] : Cell::backward(x, State(0), product[i], dx);  // times conj(a)
     if constexpr (backwards) {
       sum[i] = sum[i] + next * Cell::read_back(x, State(0), load(grad_y[i]), dx);
@@ -178,6 +245,14 @@ void stream(const void* from, void* to, int64_t bytes) {
 #endif
 }
 
+template <class Real>
+Real sum_of(const Real* x, int64_t n) {
+  Real sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += x[i];
+  return sum;
+}
+
 // The work of one thread at a time.
 template <class Cell, class T>
 struct Block {
@@ -190,13 +265,15 @@ struct Block {
   const int64_t begin, end;   // steps: positions in the order of the recurrence
   const int64_t ahead;        // positions between a request and its use
   const bool streams;
+  RealOf<Cell>* const grad_times;  // of this row and these channels, (length): backward of a timed cell only
   T copies[kMaxInputs + 1][kBlock];
   alignas(kLine) T out[kMaxInputs][kChunk];  // what is to be streamed
   alignas(kLine) Saved out_h[kChunk];
 
-  Block(const Problem& problem, int64_t batch_row, int64_t first, int64_t size, int64_t from, int64_t to, bool past_caches)
+  Block(const Problem& problem, int64_t batch_row, int64_t first, int64_t size, int64_t from, int64_t to, bool past_caches,
+        RealOf<Cell>* time_sums)
       : p(problem), b(batch_row), d(first), n(size), begin(from), end(to), ahead(1 + kAhead / (n * (int64_t)sizeof(T))),
-        streams(past_caches) {}
+        streams(past_caches), grad_times(time_sums) {}
 
   ~Block() {
 #ifdef __SSE2__
@@ -215,6 +292,9 @@ struct Block {
   Rows<T> inputs(int64_t t) {
     Rows<T> rows;
     for (int i = 0; i < Cell::inputs; ++i) rows.x[i] = row(p.inputs[i], b, t, d, n, copies[i]);
+    if constexpr (Cell::timed) {
+      rows.time = reinterpret_cast<const RealOf<Cell>*>(p.times)[b * p.times_stride[0] + t * p.times_stride[1]];
+    }
     return rows;
   }
 
@@ -290,6 +370,7 @@ struct Block {
       int64_t later = position(step - ahead > begin ? step - ahead : begin);
       const T* grad_y = row(p.y, b, t, d, n, copies[kMaxInputs]);
       Rows<T> rows = inputs(t);
+      RealOf<Cell> time_sum = 0;
       for (int64_t i = 0; i < n; i += kChunk) {
         int64_t c = chunk(i, !p.reverse), m = n - c < kChunk ? n - c : kChunk;
         T *grads[kMaxInputs], *to[kMaxInputs];
@@ -306,11 +387,12 @@ struct Block {
         }
         request<false>(at<T>(p.y, b, later, d + c), m);
         request<false>(at<Saved>(p.h, b, later, d + c), m);
+        RealOf<Cell> grad_time[kChunk];
         auto run = [&](auto* h_prev) {
           if (flags(t) & kMasked) {
-            backward_row<Cell, sum_first, true>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, m, kIndices);
+            backward_row<Cell, sum_first, true>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, grad_time, m, kIndices);
           } else {
-            backward_row<Cell, sum_first, false>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, m, kIndices);
+            backward_row<Cell, sum_first, false>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, grad_time, m, kIndices);
           }
         };
         if (flags(t) & kDrop) {
@@ -321,7 +403,9 @@ struct Block {
           run(at<Saved>(p.h, b, before, d + c));
         }
         for (int i = sum_first; streams && i < Cell::inputs; ++i) stream(to[i], grads[i], m * sizeof(T));
+        if constexpr (Cell::timed) time_sum += sum_of(grad_time, m);
       }
+      if constexpr (Cell::timed) grad_times[t] = time_sum;
       if (flags(t) & kDrop) memset(static_cast<void*>(carry), 0, n * sizeof(State));
     }
   }
@@ -371,6 +455,16 @@ void run_divided(const Problem& p, bool streams, bool splits_time = true) {
   const Division division(p, sizeof(T));
   const int64_t segments = splits_time ? division.segments : 1, rows = p.batch * p.channels;
 
+  // Of the times' gradients each piece of the channels has its own sums, (pieces, batch, length), which are then added in order.
+  using Real = RealOf<Cell>;
+  const int64_t positions = p.batch * p.length;
+  Real* time_sums = reinterpret_cast<Real*>(p.grad_times);
+  std::vector<Real> own_time_sums;
+  if (Cell::timed && backwards && division.pieces > 1) {
+    own_time_sums.resize(division.pieces * positions);
+    time_sums = own_time_sums.data();
+  }
+
   // visit(block, flow, offset), flow being the place of the segment in the order in which states (or gradients) pass them.
   auto each = [&](int64_t count, auto visit) {
     const int64_t items = p.batch * division.pieces;
@@ -379,7 +473,8 @@ void run_divided(const Problem& p, bool streams, bool splits_time = true) {
       int64_t flow = work / items, b = work % items / division.pieces, d = work % division.pieces * division.size;
       int64_t n = p.channels - d < division.size ? p.channels - d : division.size;
       int64_t place = backwards ? segments - 1 - flow : flow;
-      Block<Cell, T> block(p, b, d, n, p.length * place / segments, p.length * (place + 1) / segments, streams);
+      Real* sums_here = time_sums ? time_sums + d / division.size * positions + b * p.length : nullptr;
+      Block<Cell, T> block(p, b, d, n, p.length * place / segments, p.length * (place + 1) / segments, streams, sums_here);
       visit(block, flow, b * p.channels + d);
     }
   };
@@ -421,6 +516,13 @@ void run_divided(const Problem& p, bool streams, bool splits_time = true) {
     memcpy(p.state, entering + (segments - 1) * rows, rows * sizeof(State));
     State* total = reinterpret_cast<State*>(p.grad_inputs[0]);
     for (size_t i = 0; i < own_sums.size(); ++i) total[i % rows] = total[i % rows] + own_sums[i];
+  }
+  if (!own_time_sums.empty()) {
+    Real* total = reinterpret_cast<Real*>(p.grad_times);
+    for (int64_t i = 0; i < positions; ++i) {
+      total[i] = 0;
+      for (int64_t piece = 0; piece < division.pieces; ++piece) total[i] += own_time_sums[piece * positions + i];
+    }
   }
 }
 

@@ -16,6 +16,7 @@ typedef HFR_TYPE T;
 typedef Cell::State State;
 typedef StateOf<T>::type Value;             // what the numbers of a tensor are computed with
 typedef SavedAs<T, State>::type Saved;      // what h is kept as
+typedef decltype(real(State())) Real;       // what one part of a state is
 
 constexpr int kWidth = HFR_WIDTH;
 constexpr int kThreads = 256;
@@ -23,6 +24,7 @@ constexpr int kRow = kWidth > 1 ? 8 : 32;  // threads side by side along the cha
 constexpr int kParts = kThreads / kRow;    // threads one after the other in time
 constexpr int kChannels = kRow * kWidth;
 constexpr int kInputs = Cell::inputs;
+constexpr int kNumbers = kInputs + Cell::timed;
 constexpr int kMaxInputs = 5;
 
 typedef Vector<T, kWidth> Pack;
@@ -42,6 +44,8 @@ struct Problem {
   Index segments, segment_length;
   State *products, *sums;     // (segments, batch, channels): what each segment but the last makes of a state
   unsigned char* cuts;        // (segments, batch)
+  const Real* times;          // of a timed cell: (batch, length), strides in elements
+  Index times_b, times_l;
 };
 
 struct alignas(16) Shared {
@@ -53,13 +57,28 @@ constexpr bool kSmooth = !Cell::first_may_be_constant;  // exponentials, which t
 constexpr bool kFewer = kInputs > 2 || kWidth == 1 || sizeof(State) > 4 || (kSmooth && sizeof(T) == 4);
 constexpr int kBlocks = kSmooth && sizeof(Value) > 4 ? 1 : 2;  // to a multiprocessor, at least
 
-// One channel's inputs, as they are computed with.
-struct Values {
-  Value x[kInputs];
+// What a thread holds of a position: its channels' inputs, and what all channels have in common.
+struct Inputs {
+  Pack x[kInputs];
+  Real time;
 
-  HFR_DEVICE Values(const Pack (&packs)[kInputs], int j) {
+  HFR_DEVICE void fetch(const Problem& p, const View<T> (&inputs)[kMaxInputs], Index b, Index t, Index d) {
 #pragma unroll
-    for (int k = 0; k < kInputs; ++k) x[k] = load(packs[k].v[j]);
+    for (int k = 0; k < kInputs; ++k) {
+      x[k] = *reinterpret_cast<const Pack*>(inputs[k].data + b * inputs[k].b + t * inputs[k].l + d * inputs[k].d);
+    }
+    if (Cell::timed) time = p.times[b * p.times_b + t * p.times_l];
+  }
+};
+
+// One channel's numbers, as they are computed with.
+struct Values {
+  Value x[kNumbers];
+
+  HFR_DEVICE Values(const Inputs& inputs, int j) {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) x[k] = load(inputs.x[k].v[j]);
+    if constexpr (Cell::timed) x[kInputs] = Value(inputs.time);
   }
 };
 
@@ -70,7 +89,7 @@ struct Forward {
   static constexpr int kSteps = steps_for(kFewer ? 32 : 64);
 
   struct Raw {
-    Pack x[kSteps][kInputs];
+    Inputs x[kSteps];
     unsigned flags;
   };
 
@@ -95,10 +114,7 @@ struct Forward {
       }
       Index t = position(flow + i);
       if (p.flags) raw.flags |= p.flags[b * p.length + t] << 2 * i;
-#pragma unroll
-      for (int k = 0; k < kInputs; ++k) {
-        raw.x[i][k] = *reinterpret_cast<const Pack*>(inputs[k].data + b * inputs[k].b + t * inputs[k].l + d * inputs[k].d);
-      }
+      raw.x[i].fetch(p, inputs, b, t, d);
     }
   }
 
@@ -146,7 +162,8 @@ struct Backward {
   static constexpr int kSteps = steps_for(kInputs > 2 || kWidth == 1 ? 16 : 32);
 
   struct Raw {
-    Pack x[kSteps][kInputs], grad[kSteps];
+    Inputs x[kSteps];
+    Pack grad[kSteps];
     SavedPack before[kSteps];  // h of the position before
     unsigned flags;
   };
@@ -158,6 +175,7 @@ struct Backward {
   const State* initial;
   T* const (&grads)[kMaxInputs];
   State* totals;
+  Real* grad_times;  // (gridDim.x, batch, length): the sums over each block's channels
   Index b, d;
   States total;  // of the gradient of inputs[0], where it is constant over time
 
@@ -184,10 +202,7 @@ struct Backward {
       }
       Index t = position(flow + i);
       if (p.flags) raw.flags |= p.flags[b * p.length + t] << 2 * i;
-#pragma unroll
-      for (int k = 0; k < kInputs; ++k) {
-        raw.x[i][k] = *reinterpret_cast<const Pack*>(inputs[k].data + b * inputs[k].b + t * inputs[k].l + d * inputs[k].d);
-      }
+      raw.x[i].fetch(p, inputs, b, t, d);
       raw.grad[i] = *reinterpret_cast<const Pack*>(grad_y.data + b * grad_y.b + t * grad_y.l + d * grad_y.d);
       if (h && flow + i + 1 < p.length) {  // a summary needs no h
         raw.before[i] = *reinterpret_cast<const SavedPack*>(h + (b * p.length + position(flow + i + 1)) * p.channels + d);
@@ -202,7 +217,7 @@ struct Backward {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         const Values values(raw.x[i], j);
-        Value dx[kInputs];
+        Value dx[kNumbers];
         sum.v[j] = sum.v[j] + Cell::read_back(values.x, State(0), load(raw.grad[i].v[j]), dx);
         if (raw.flags >> 2 * i & kMasked) continue;
         State a, c;
@@ -220,33 +235,48 @@ struct Backward {
   HFR_DEVICE void run(const Raw& raw, States carry, Index flow, Index begin, Index end) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      if (d >= p.channels || flow + i >= end) continue;
-      const bool drop = raw.flags >> 2 * i & kDrop, masked = raw.flags >> 2 * i & kMasked;
-      Pack out[kInputs];
+      Real of_time(0);
+      if (d < p.channels && flow + i < end) of_time = run_position(raw, i, carry, flow + i, begin);
+      if (!Cell::timed) continue;
+      // The threads side by side have the same position; all of a warp take part, so that any may ask any.
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const Values values(raw.x[i], j);
-        Value dx[kInputs];
-#pragma unroll
-        for (int k = 0; k < kInputs; ++k) dx[k] = Value(0);
-        State previous = State(0);
-        if (!drop && flow + i + 1 < p.length) previous = load(raw.before[i].v[j]);
-        if (!drop && flow + i + 1 == p.length && initial) previous = initial[b * p.channels + d + j];
-        const State here = masked || !Cell::reads ? previous : Cell::forward(values.x, previous);
-        const State g = carry.v[j] + Cell::read_back(values.x, here, load(raw.grad[i].v[j]), dx);
-        carry.v[j] = masked ? g : Cell::backward(values.x, previous, g, dx);
-        if (drop) carry.v[j] = State(0);
-        if (Cell::first_may_be_constant && flow + i >= begin) total.v[j] = total.v[j] + State(dx[0]);
-#pragma unroll
-        for (int k = 0; k < kInputs; ++k) store(dx[k], out[k].v[j]);
-      }
-      if (flow + i < begin) continue;
-      Index offset = (b * p.length + position(flow + i)) * p.channels + d;
-#pragma unroll
-      for (int k = 0; k < kInputs; ++k) {
-        if (k > 0 || !totals) *reinterpret_cast<Pack*>(grads[k] + offset) = out[k];
+      for (int lanes = 1; lanes < kRow; lanes *= 2) of_time += __shfl_xor_sync(0xffffffffu, of_time, lanes);
+      if (threadIdx.x % kRow == 0 && flow + i >= begin && flow + i < end) {
+        grad_times[((Index)blockIdx.x * p.batch + b) * p.length + position(flow + i)] = of_time;
       }
     }
+  }
+
+  // The i-th of a tile, `at` in the flow. Returns these channels' part of the gradient of a timed cell's time.
+  HFR_DEVICE Real run_position(const Raw& raw, int i, States& carry, Index at, Index begin) {
+    const bool drop = raw.flags >> 2 * i & kDrop, masked = raw.flags >> 2 * i & kMasked;
+    Pack out[kInputs];
+    Real of_time(0);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const Values values(raw.x[i], j);
+      Value dx[kNumbers];
+#pragma unroll
+      for (int k = 0; k < kNumbers; ++k) dx[k] = Value(0);
+      State previous = State(0);
+      if (!drop && at + 1 < p.length) previous = load(raw.before[i].v[j]);
+      if (!drop && at + 1 == p.length && initial) previous = initial[b * p.channels + d + j];
+      const State here = masked || !Cell::reads ? previous : Cell::forward(values.x, previous);
+      const State g = carry.v[j] + Cell::read_back(values.x, here, load(raw.grad[i].v[j]), dx);
+      carry.v[j] = masked ? g : Cell::backward(values.x, previous, g, dx);
+      if (drop) carry.v[j] = State(0);
+      if (Cell::first_may_be_constant && at >= begin) total.v[j] = total.v[j] + State(dx[0]);
+      if constexpr (Cell::timed) of_time += real(dx[kInputs]);
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) store(dx[k], out[k].v[j]);
+    }
+    if (at < begin) return of_time;
+    const Index offset = (b * p.length + position(at)) * p.channels + d;
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) {
+      if (k > 0 || !totals) *reinterpret_cast<Pack*>(grads[k] + offset) = out[k];
+    }
+    return of_time;
   }
 };
 
@@ -345,13 +375,14 @@ HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, cons
 #define HFR_PROBLEM                                                                                                       \
   Index batch, Index length, Index channels, Index reverse, const unsigned char *flags, Index segments,                  \
       Index segment_length, State *products, State *sums, unsigned char *cuts, HFR_INPUT(x0), HFR_INPUT(x1), HFR_INPUT(x2), \
-      HFR_INPUT(x3), HFR_INPUT(x4)
+      HFR_INPUT(x3), HFR_INPUT(x4), const Real *times, Index times_b, Index times_l
 #define HFR_VIEW(x) {x, x##_b, x##_l, x##_d}
 #define HFR_INPUTS                                                                                                         \
   const View<T> inputs[kMaxInputs] = {HFR_VIEW(x0), HFR_VIEW(x1), HFR_VIEW(x2), HFR_VIEW(x3), HFR_VIEW(x4)};
 #define HFR_DESCRIBE                                                                                                       \
   __shared__ Shared shared;                                                                                                \
-  const Problem p = {batch, length, channels, reverse, flags, segments, segment_length, products, sums, cuts};             \
+  const Problem p = {batch, length, channels, reverse, flags, segments, segment_length,                                    \
+                     products, sums, cuts, times, times_b, times_l};                                                       \
   HFR_INPUTS                                                                                                               \
   const Index d = (Index)blockIdx.x * kChannels + threadIdx.x % kRow * kWidth;
 #define HFR_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
@@ -374,17 +405,19 @@ HFR_KERNEL scan_backward_segments(HFR_PROBLEM, HFR_INPUT(grad_y)) {
   HFR_DESCRIBE
   const View<T> grad = HFR_VIEW(grad_y);
   T* const grads[kMaxInputs] = {};
-  Backward pass = {p, inputs, grad, nullptr, nullptr, grads, nullptr, 0, d};
+  Backward pass = {p, inputs, grad, nullptr, nullptr, grads, nullptr, nullptr, 0, d};
   summarise_segments(p, shared, pass);
 }
 
-// totals: null, or takes the gradient of x0 summed over time, (batch, segments, channels), instead of grad0.
+// totals: null, or takes the gradient of x0 summed over time, (batch, segments, channels), instead of grad0. grad_times: of a
+// timed cell, (blocks of channels, batch, length).
 HFR_KERNEL scan_backward(HFR_PROBLEM, HFR_INPUT(grad_y), const Saved* h, const State* initial, const State* grad_final,
-                         State* grad_initial, State* totals, T* grad0, T* grad1, T* grad2, T* grad3, T* grad4) {
+                         State* grad_initial, State* totals, T* grad0, T* grad1, T* grad2, T* grad3, T* grad4,
+                         Real* grad_times) {
   HFR_DESCRIBE
   const View<T> grad = HFR_VIEW(grad_y);
   T* const grads[kMaxInputs] = {grad0, grad1, grad2, grad3, grad4};
-  Backward pass = {p, inputs, grad, h, initial, grads, totals, 0, d};
+  Backward pass = {p, inputs, grad, h, initial, grads, totals, grad_times, 0, d};
   scan_segments(p, shared, pass, grad_final, grad_initial);
 }
 
@@ -396,9 +429,10 @@ HFR_KERNEL scan_step(HFR_PROBLEM, Saved* h, T* y, const State* initial, State* f
   const Index b = i / channels, channel = i % channels;
   const int flag = flags ? flags[b] : 0;
   State state = initial && !(flag & kDrop) ? initial[i] : State(0);
-  Value x[kInputs];
+  Value x[kNumbers];
 #pragma unroll
   for (int k = 0; k < kInputs; ++k) x[k] = load(inputs[k].data[b * inputs[k].b + channel * inputs[k].d]);
+  if constexpr (Cell::timed) x[kInputs] = Value(times[b * times_b]);
   if (!(flag & kMasked)) state = Cell::forward(x, state);
   if (Cell::reads) store(Cell::read(x, state), y[i]);
   if (!Cell::reads || h) store(state, h[i]);
