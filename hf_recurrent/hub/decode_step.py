@@ -8,7 +8,7 @@ from ..modeling import RecurrentCache
 from ..modeling.model import RecurrentForCausalLM
 from ..scan.cells import BY_NAME
 from ..scan.gateloop_heads import _by_linear_scan
-from ..scan.longhorn import _loop
+from ..scan.longhorn_plain import loop
 from ..scan.reference import linear_scan_loop
 
 
@@ -61,7 +61,7 @@ def _read_scan(cell, inputs, initial_state, flags, reverse, keeps_states, backen
 
 
 def _longhorn(x, dt, k, q, initial_state, flags, reverse, backend):
-    o, state = _loop(x, dt, k, q, initial_state, None, None, reverse)
+    o, state = loop(x, dt, k, q, initial_state, None, None, reverse)
     return o.to(x.dtype), state
 
 

@@ -1,5 +1,5 @@
-"""GateLoop's recurrence with heads of d_k x d_v states (arXiv 2311.01927, section 3.2), which exist only at the position
-being computed: what is read and written grows with L (d_k + d_v), never with L d_k d_v.
+"""GateLoop with heads of d_k x d_v states (arXiv 2311.01927, section 3.2), which exist only at the position being
+computed: what is read and written grows with L (d_k + d_v), never with L d_k d_v.
 
 The compiled kernels recompute the states of the backward pass from checkpoints. In plain PyTorch it is a linear
 recurrence over d_k d_v channels for each head, whose states are materialised.

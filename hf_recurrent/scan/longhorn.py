@@ -2,17 +2,17 @@
 
 It is a linear recurrence over D m channels whose coefficients all follow from D + m numbers, so what is read and
 written grows with L (D + m), never with L D m. The compiled kernel recomputes the states of the backward pass from
-checkpoints; the plain PyTorch form materialises a chunk of positions at a time and recomputes it likewise.
+checkpoints; the plain PyTorch form (longhorn_plain.py) materialises a chunk of positions at a time and recomputes it
+likewise.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chunked, cpu, longhorn_cuda, split
+from . import cpu, longhorn_cuda, longhorn_plain, recomputed, split
 from .ops import (
     check_mask,
     check_reset_state,
@@ -23,11 +23,8 @@ from .ops import (
     refuse_forward_mode,
     step_flags,
 )
-from .reference import STATE_DTYPES, linear_scan_loop
+from .reference import STATE_DTYPES
 from .unobserved import unobserved
-
-CHUNK_ELEMENTS = 1 << 20  # states that the plain form materialises at once: 4 MiB in float32
-
 
 # batch, length, channels, states, reverse, threads, pieces, flags; x, dt, k, q; o, state, initial; grad_o; grad_x,
 # grad_dt, grad_k, grad_q; skip, gate
@@ -36,119 +33,7 @@ _NO_GRADS = (0, *cpu.NOTHING, 0, 0, 0, 0)  # the problem from `initial` to `grad
 _NO_GATE = (0, *cpu.NOTHING)
 
 
-# ---- in plain PyTorch -----------------------------------------------------------------------------------------------
-
-
-def coefficients(x: Tensor, dt: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """a = 1 - eps k^2 and b = eps x k, (B, L, D, m), with eps = beta / (1 + beta k.k), beta = sigmoid(dt)
-    (section 3.2, the diagonal approximation)."""
-    beta = torch.sigmoid(dt)
-    eps = (beta / (1 + beta * k.square().sum(-1, keepdim=True)))[..., None]
-    k = k[:, :, None]
-    return 1 - eps * k.square(), eps * x[..., None] * k
-
-
-def readout(state: Tensor, q: Tensor) -> Tensor:
-    """o = S q: (B, L, D, m), (B, L, m) -> (B, L, D)."""
-    return torch.einsum("bldm,blm->bld", state, q)
-
-
-def _chunk_size(x: Tensor, k: Tensor) -> int:
-    """Positions at a time: at least sqrt(L), so that the states between chunks take no more than those in one."""
-    batch, length, channels = x.shape
-    return max(math.isqrt(length) + 1, CHUNK_ELEMENTS // max(1, batch * channels * k.shape[2]))
-
-
-def _chunks(x: Tensor, k: Tensor, reverse: bool) -> list[slice]:
-    size = _chunk_size(x, k)
-    parts = [slice(start, start + size) for start in range(0, x.shape[1], size)]
-    return parts[::-1] if reverse else parts
-
-
-def _plain_chunk(part: slice, x, dt, k, state, flags, reverse) -> tuple[Tensor, Tensor, Tensor]:
-    """a and the states h of one chunk, (B, C, D, m), and the state after it."""
-    a, b = coefficients(x[:, part], dt[:, part], k[:, part])
-    flags = None if flags is None else flags[:, part]
-    h, state = chunked.forward(a.flatten(2), b.flatten(2), state, flags, reverse)
-    return a, h.view_as(a), state
-
-
-def _plain_forward(x, dt, k, q, initial_state, flags, reverse):
-    (batch, _, channels), m = x.shape, k.shape[2]
-    dtype, storage = STATE_DTYPES[x.dtype], x.dtype
-    x, dt, k, q = (t.to(dtype) for t in (x, dt, k, q))
-    o = torch.empty_like(x, memory_format=torch.contiguous_format)
-    state = x.new_zeros(batch, channels * m) if initial_state is None else initial_state.flatten(1).clone()
-    for part in _chunks(x, k, reverse):
-        _, h, state = _plain_chunk(part, x, dt, k, state, flags, reverse)
-        o[:, part] = readout(h, q[:, part])
-    return o.to(storage), state.view(batch, channels, m)
-
-
-def _plain_backward(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse):
-    (batch, _, channels), m = x.shape, k.shape[2]
-    inputs = x, dt, k, q
-    x, dt, k, q, grad_o = (t.to(grad_final.dtype) for t in (*inputs, grad_o))
-    state = x.new_zeros(batch, channels * m) if initial_state is None else initial_state.flatten(1)
-    parts, states = _chunks(x, k, reverse), []
-    for part in parts:
-        states.append(state)
-        state = _plain_chunk(part, x, dt, k, state, flags, reverse)[2]
-    carry = grad_final.flatten(1).clone()
-    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, k, q)]
-    grad_x, grad_dt, grad_k, grad_q = grads
-    for part, state in zip(parts[::-1], states[::-1], strict=True):
-        a, h, _ = _plain_chunk(part, x, dt, k, state, flags, reverse)
-        grad_h = grad_o[:, part, :, None] * q[:, part, None]
-        grad_q[:, part] = torch.einsum("bld,bldm->blm", grad_o[:, part], h)
-        chunk_flags = None if flags is None else flags[:, part]
-        grad_a, grad_b, carry = chunked.backward(
-            a.flatten(2), h.flatten(2), state, chunk_flags, grad_h.flatten(2), carry, reverse
-        )
-        grad_a, grad_b = grad_a.view_as(a), grad_b.view_as(a)
-        # a = 1 - eps k^2, b = eps x k, eps = beta / (1 + beta k.k): as derived in csrc/cells.h
-        beta, xp, kp = torch.sigmoid(dt[:, part]), x[:, part], k[:, part]
-        damping = 1 / (1 + beta * kp.square().sum(-1, keepdim=True))
-        eps = beta * damping
-        push = torch.einsum("bldm,blm->bld", grad_b, kp)
-        grad_eps = xp * push - torch.einsum("bldm,blm->bld", grad_a, kp.square())
-        grad_kk = -(grad_eps * eps.square()).sum(-1, keepdim=True)
-        grad_x[:, part] = eps * push
-        grad_dt[:, part] = grad_eps * damping.square() * beta * torch.sigmoid(-dt[:, part])
-        grad_k[:, part] = (
-            torch.einsum("bldm,bld->blm", grad_b, eps * xp)
-            - 2 * kp * torch.einsum("bldm,bld->blm", grad_a, eps)
-            + 2 * kp * grad_kk
-        )
-    grads = [g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
-    return *grads, carry.reshape(batch, channels, m)
-
-
-def _loop(x, dt, k, q, initial_state, mask, reset, reverse):
-    """The definition, one position after the other, with the states of all of them in memory: the oracle."""
-    x, dt, k, q = (t.to(STATE_DTYPES[x.dtype]) for t in (x, dt, k, q))
-    a, b = coefficients(x, dt, k)
-    state = None if initial_state is None else initial_state.flatten(1)
-    h, state = linear_scan_loop(a.flatten(2), b.flatten(2), state, mask, reset, reverse)
-    return readout(h.view_as(a), q), state.view(*a.shape[:1], *a.shape[2:])
-
-
 # ---- the operator ---------------------------------------------------------------------------------------------------
-
-torch.library.define(
-    "hf_recurrent::longhorn",
-    "(Tensor x, Tensor dt, Tensor k, Tensor q, Tensor? initial_state, Tensor? flags, bool reverse, "
-    "str backend) -> (Tensor, Tensor)",
-)
-torch.library.define(
-    "hf_recurrent::longhorn_",
-    "(Tensor x, Tensor dt, Tensor k, Tensor q, Tensor(a!) state, Tensor? flags, bool reverse, str backend) -> Tensor",
-)
-torch.library.define(
-    "hf_recurrent::longhorn_backward",
-    "(Tensor x, Tensor dt, Tensor k, Tensor q, Tensor? initial_state, Tensor? flags, Tensor grad_o, Tensor grad_final, "
-    "bool reverse, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 
 
 def _run(backwards: bool, x, dt, k, q, state, flags, reverse, pieces, out: int, *fields: int) -> None:
@@ -168,44 +53,44 @@ def _pieces(x: Tensor) -> int:
     return 1 if len(x) % threads == 0 else max(1, min(threads, x.shape[2] // 64))
 
 
-@torch.library.impl("hf_recurrent::longhorn_", "default")
-def _(x, dt, k, q, state, flags, reverse, backend):
-    """o alone; the final state takes the place of the one that was given."""
-    if backend == "cuda":
-        return longhorn_cuda.forward(x, dt, k, q, state, flags, reverse, final=state)[0]
-    o, final = torch.ops.hf_recurrent.longhorn(x, dt, k, q, state, flags, reverse, backend)
-    state.copy_(final)
-    return o
+def _empty(x: Tensor, dt: Tensor, k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """o, and a state."""
+    o = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return o, x.new_empty(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[x.dtype])
 
 
-@torch.library.impl("hf_recurrent::longhorn", "default")
-def _(x, dt, k, q, initial_state, flags, reverse, backend):
+def _forward(inputs, states, flags, reverse, backend, final: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if backend == "chunked":
-        return _plain_forward(x, dt, k, q, initial_state, flags, reverse)
+        return longhorn_plain.forward(*inputs, *states, flags, reverse)
     if backend == "cuda":
-        return longhorn_cuda.forward(x, dt, k, q, initial_state, flags, reverse)
-    return _cpu_forward(x, dt, k, q, initial_state, flags, reverse)
+        return longhorn_cuda.forward(*inputs, *states, flags, reverse, final)
+    return _cpu_forward(*inputs, *states, flags, reverse, final)
 
 
-def _cpu_forward(x, dt, k, q, initial_state, flags, reverse, D=None, gate=None) -> tuple[Tensor, Tensor]:
-    """o, with D and the gate (o + D x) silu(gate), and the final state."""
-    o = torch.empty(x.shape, dtype=x.dtype)
-    if initial_state is None:
-        state = torch.zeros(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[x.dtype])
+def _cpu_forward(
+    x, dt, k, q, initial_state, flags, reverse, final: Tensor | None = None, D=None, gate=None
+) -> tuple[Tensor, Tensor]:
+    """o, with D and the gate (o + D x) silu(gate), and the final state: in `final` where that is given, which then
+    is the initial state too."""
+    o, state = _empty(x, dt, k, q)
+    if final is not None:
+        state = final
+    elif initial_state is None:
+        state.zero_()
     else:
-        state = initial_state.clone(memory_format=torch.contiguous_format)
+        state.copy_(initial_state)
     if o.numel():
         gated = _NO_GATE if D is None else (D.data_ptr(), *cpu.describe(gate))
         _run(False, x, dt, k, q, state, flags, reverse, _pieces(x), o.data_ptr(), *_NO_GRADS, *gated)
     return o, state
 
 
-@torch.library.impl("hf_recurrent::longhorn_backward", "default")
-def _(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse, backend):
+def _backward(inputs, states, flags, grad_o, grad_final, reverse, backend) -> tuple[Tensor, ...]:
     if backend == "chunked":
-        return _plain_backward(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse)
+        return longhorn_plain.backward(*inputs, *states, flags, grad_o, grad_final, reverse)
     if backend == "cuda":
-        return longhorn_cuda.backward(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse)
+        return longhorn_cuda.backward(*inputs, *states, flags, grad_o, grad_final, reverse)
+    (x, dt, k, q), (initial_state,) = inputs, states
     state = grad_final.clone(memory_format=torch.contiguous_format)
     grad_x, grad_dt = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
     pieces = _pieces(x)
@@ -213,100 +98,15 @@ def _(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse, backend):
     grad_k, grad_q = torch.zeros(2, x.shape[0], pieces, *k.shape[1:], dtype=state.dtype)
     if x.numel():
         initial = None if initial_state is None else initial_state.contiguous()
+        grads = (grad.data_ptr() for grad in (grad_x, grad_dt, grad_k, grad_q))
         _run(
-            True,
-            x,
-            dt,
-            k,
-            q,
-            state,
-            flags,
-            reverse,
-            pieces,
-            0,
-            cpu.pointer(initial),
-            *cpu.describe(grad_o),
-            grad_x.data_ptr(),
-            grad_dt.data_ptr(),
-            grad_k.data_ptr(),
-            grad_q.data_ptr(),
-            *_NO_GATE,
-        )
+            True, x, dt, k, q, state, flags, reverse, pieces, 0,
+            cpu.pointer(initial), *cpu.describe(grad_o), *grads, *_NO_GATE,
+        )  # fmt: skip
     return grad_x, grad_dt, grad_k.sum(1).to(k.dtype), grad_q.sum(1).to(q.dtype), state
 
 
-@torch.library.register_fake("hf_recurrent::longhorn_")
-def _(x, dt, k, q, state, flags, reverse, backend):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.register_fake("hf_recurrent::longhorn")
-def _(x, dt, k, q, initial_state, flags, reverse, backend):
-    o = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return o, x.new_empty(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[x.dtype])
-
-
-@torch.library.register_fake("hf_recurrent::longhorn_backward")
-def _(x, dt, k, q, initial_state, flags, grad_o, grad_final, reverse, backend):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, k, q, grad_final))
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, initial_state, flags, ctx.reverse, ctx.backend = inputs
-    ctx.has_initial = initial_state is not None
-    ctx.save_for_backward(*tensors, initial_state, flags)
-
-
-def _backward(ctx, grad_o, grad_final):
-    *tensors, initial_state, flags = ctx.saved_tensors
-    *grads, grad_initial = torch.ops.hf_recurrent.longhorn_backward(
-        *tensors, initial_state, flags, grad_o, grad_final, ctx.reverse, ctx.backend
-    )
-    return *grads, grad_initial if ctx.has_initial else None, None, None, None
-
-
-def _no_double_backward(ctx, *grads):
-    raise NotImplementedError(
-        "the Longhorn scan is differentiable once; backend='reference' can be differentiated any number of times"
-    )
-
-
-torch.library.register_autograd("hf_recurrent::longhorn", _backward, setup_context=_setup_context)
-torch.library.register_autograd("hf_recurrent::longhorn_backward", _no_double_backward)
-
-
-# ---- documents that start from a state ------------------------------------------------------------------------------
-
-
-def _with_starts(x, dt, k, q, mask, reset, start) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """
-    The inputs with m more tokens before each document's first, which write `start`, (D, m), column by column: token j
-    has the key e_j, x = 2 start[:, j] and beta = 1, so that eps is 1/2 and the other columns stay.
-
-    Returns:
-        x, dt, k, q in the state's dtype, mask and reset with these tokens, and where the others are now, (B, L).
-    """
-    (batch, length, channels), m, dtype = x.shape, k.shape[2], STATE_DTYPES[x.dtype]
-    real = torch.ones_like(reset) if mask is None else mask
-    starts = (reset & real).cumsum(1)
-    places = torch.arange(length, device=x.device) + m * starts
-    longer = length + m * int(starts[:, -1:].max()) if x.numel() else length
-
-    def spread(tokens: Tensor, fill: float = 0) -> Tensor:
-        to = places.view(batch, length, *[1] * (tokens.dim() - 2)).expand_as(tokens)
-        return tokens.new_full((batch, longer, *tokens.shape[2:]), fill).scatter(1, to, tokens)
-
-    x, k, q = (spread(tokens.to(dtype)) for tokens in (x, k, q))
-    dt = spread(dt.to(dtype), 50)  # of which the sigmoid is 1
-    mask, dropped = spread(real), spread(torch.zeros_like(reset))
-    rows, columns = (reset & real).nonzero(as_tuple=True)
-    new = places[rows, columns, None] - m + torch.arange(m, device=x.device)  # (starts, m)
-    at = rows[:, None].expand_as(new), new
-    x = x.index_put(at, 2 * start.to(dtype).T.expand(len(new), m, channels))
-    k = k.index_put(at, torch.eye(m, dtype=dtype, device=x.device).expand(len(new), m, m))
-    mask = mask.index_put(at, torch.ones_like(new, dtype=torch.bool))
-    dropped[rows, new[:, 0]] = True
-    return [x, dt, k, q], mask, dropped, places
+recomputed.define("longhorn", ["x", "dt", "k", "q"], ["initial_state"], _forward, _backward, _empty)
 
 
 # ---- the functions --------------------------------------------------------------------------------------------------
@@ -384,7 +184,7 @@ def longhorn_scan(
     if reset_state is not None:
         check_reset_state(reset_state, ((x.shape[2], k.shape[2]),), x, reverse, may_be_complex=False)
         if reset is not None:
-            inputs, mask, reset, places = _with_starts(x, dt, k, q, mask, reset, reset_state)
+            inputs, mask, reset, places = longhorn_plain.with_starts(x, dt, k, q, mask, reset, reset_state)
             o, state = longhorn_scan(
                 *inputs, given_state, mask=mask, reset=reset, backend=backend, update_state=update_state
             )
@@ -402,7 +202,7 @@ def longhorn_scan(
 
     def run(inputs, initial_state):
         if backend == "reference":
-            o, state = _loop(*inputs, initial_state, mask, reset, reverse)
+            o, state = longhorn_plain.loop(*inputs, initial_state, mask, reset, reverse)
             return o.to(dtype), state
         return torch.ops.hf_recurrent.longhorn(*inputs, initial_state, flags, reverse, backend)
 
@@ -486,5 +286,5 @@ def gated_scan(
         check_mask("mask", mask, x)
         check_mask("reset", reset, x)
         flags = step_flags(mask, reset, reverse=False)
-        return _cpu_forward(x, dt, k, q, initial_state, flags, False, D.contiguous(), gate)
+        return _cpu_forward(x, dt, k, q, initial_state, flags, False, D=D.contiguous(), gate=gate)
     return _gated_scan(longhorn_scan, *tensors, initial_state, mask=mask, reset=reset, reset_state=reset_state)

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chunked
+from . import chunked, longhorn_plain
 from .cells import _gateloop, _mingru, _minlstm, _read_gateloop, _s5, discretize
 from .convolution import _short_convolution, state_after
 from .elementwise import _gate, _skip_gelu
 from .gateloop import _channel_loop
 from .gateloop_heads import _by_linear_scan
-from .longhorn import _gated_scan, _plain_forward, _with_starts
+from .longhorn import _gated_scan
 from .norm import _rms_norm
 from .ops import started, step_flags
 from .reference import COMPLEX_STATE_DTYPES, STATE_DTYPES
@@ -178,9 +178,9 @@ def longhorn_scan(
     if initial_state is not None:
         initial_state = initial_state.to(STATE_DTYPES[dtype])
     if reset is None or reset_state is None:
-        return _plain_forward(x, dt, k, q, initial_state, step_flags(mask, reset, reverse), reverse)
-    inputs, mask, reset, places = _with_starts(x, dt, k, q, mask, reset, reset_state)
-    o, state = _plain_forward(*inputs, initial_state, step_flags(mask, reset, reverse), reverse)
+        return longhorn_plain.forward(x, dt, k, q, initial_state, step_flags(mask, reset, reverse), reverse)
+    inputs, mask, reset, places = longhorn_plain.with_starts(x, dt, k, q, mask, reset, reset_state)
+    o, state = longhorn_plain.forward(*inputs, initial_state, step_flags(mask, reset, reverse), reverse)
     return o.gather(1, places[..., None].expand_as(x)).to(dtype), state
 
 

@@ -58,9 +58,7 @@ def define(
     @torch.library.impl(f"{qualified}_backward", "default")
     def _(*arguments):
         *tensors, flags, grad_output, grad_final, reverse, backend = arguments
-        return tuple(
-            backward(tensors[:count], tensors[count:], flags, grad_output, grad_final, reverse, backend)
-        )
+        return tuple(backward(tensors[:count], tensors[count:], flags, grad_output, grad_final, reverse, backend))
 
     @torch.library.register_fake(qualified)
     def _(*arguments):
@@ -92,7 +90,7 @@ def define(
 
     def no_double_backward(ctx, *grads):
         raise NotImplementedError(
-            f"hf_recurrent::{name} is differentiable once; backend='reference' can be differentiated any number of times"
+            f"the scan {name} is differentiable once; backend='reference' can be differentiated any number of times"
         )
 
     torch.library.register_autograd(qualified, run_backward, setup_context=setup_context)

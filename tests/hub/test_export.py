@@ -14,7 +14,7 @@ import hf_recurrent
 from hf_recurrent import cli
 from hf_recurrent.hub.code import standalone
 from hf_recurrent.hub.staging import load, stage
-from hf_recurrent.scan import cpu, elementwise, longhorn, ops
+from hf_recurrent.scan import cpu, elementwise, gateloop_heads, longhorn, ops
 from hf_recurrent.training.tokenizer import byte_tokenizer
 
 TINY = {"vocab_size": 257, "hidden_size": 12, "num_hidden_layers": 2, "initializer_range": 0.4, "pad_token_id": 256}
@@ -146,7 +146,7 @@ def exported(tmp_path_factory, inputs):
 @pytest.fixture
 def chunked(monkeypatch):
     """The package's models without compiled kernels."""
-    for module in (ops, longhorn, elementwise):
+    for module in (ops, gateloop_heads, longhorn, elementwise):
         monkeypatch.setattr(module, "choose_backend", lambda backend, device: "chunked")
     monkeypatch.setattr(cpu, "unavailable_reason", lambda: "not here")
     monkeypatch.setattr(cpu, "kernel", lambda *_: None)

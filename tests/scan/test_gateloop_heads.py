@@ -81,7 +81,6 @@ def compare(inputs, backend, device="cpu", start=None, **options):
     for name, x, y in zip(names, got, want, strict=False):
         assert x.shape == y.shape and not x.isnan().any(), name
         error, scale = (x.to(y) - y).abs().max().item(), y.abs().max().item()
-        # A constant a's gradient is a sum over all positions.
         assert error <= 4 * TOLERANCE[dtype] * max(scale, 1), f"{name}: {error:.3g} of {scale:.3g}"
     return got
 
@@ -92,10 +91,26 @@ def test_against_the_loop(shape, complex_state):
     compare(inputs_for(*shape, torch.float32, complex_state), "cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_dtypes(dtype):
-    for complex_state in (True, False):
-        compare(inputs_for(2, 33, 3, 5, 6, dtype, complex_state), "cpu")
+@pytest.mark.parametrize(
+    "dtype, complex_state",
+    [(torch.float64, True), (torch.float64, False), (torch.bfloat16, True), (torch.float16, True)],
+    ids=str,
+)
+def test_dtypes(dtype, complex_state):
+    compare(inputs_for(2, 33, 3, 5, 6, dtype, complex_state), "cpu")
+
+
+def test_mixed_dtypes():
+    """Keys of 16 bits beside wide transitions, as a model has them; a double makes all double."""
+    q, k, v, a, state = inputs_for(2, 9, 3, 4, 2, torch.bfloat16)
+    y, final = gateloop_heads_scan(q, k, v, a, state)
+    assert y.dtype is torch.bfloat16 and final.dtype is torch.complex64
+    y, final = gateloop_heads_scan(q, k, v, a.real.bfloat16(), state.real)
+    assert y.dtype is torch.bfloat16 and final.dtype is torch.float32
+    for inputs in [(q, k, v.double(), a, state), (q, k, v, a.to(torch.complex128), state)]:
+        for backend in ("chunked", "cpu"):
+            y, final = gateloop_heads_scan(*inputs, backend=backend)
+            assert y.dtype is torch.float64 and final.dtype is torch.complex128
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked", "cpu"])
@@ -139,7 +154,8 @@ def test_empty(backend, shape):
     reset = torch.ones(shape[:2], dtype=torch.bool)
     y, final = gateloop_heads_scan(*inputs, backend=backend, reset=reset, reset_state=start)
     torch.testing.assert_close(y, torch.zeros_like(inputs[2]))
-    *grads, grad_state, grad_start = torch.autograd.grad(y.sum() + final.sum().real, [*inputs, start], allow_unused=True)
+    loss = y.sum() + final.sum().real
+    *grads, grad_state, grad_start = torch.autograd.grad(loss, [*inputs, start], allow_unused=True)
     assert not any(grad is not None and grad.any() for grad in (*grads, grad_start))
     if shape[1] == 0:
         torch.testing.assert_close(final, inputs[4])
@@ -184,6 +200,9 @@ def test_split_anywhere(backend):
 
 
 def test_threads_change_nothing_much_and_repeats_nothing():
+    def scan(*inputs_and_start):
+        return gateloop_heads_scan(*inputs_and_start[:5])
+
     for shape in [(3, 50, 33, 8, 8), (1, 50, 5, 16, 16)]:
         inputs = inputs_for(*shape, torch.float32)
         weights = random(*inputs[2].shape, dtype=torch.float64), random(*inputs[4].shape, dtype=torch.complex128)
@@ -191,10 +210,94 @@ def test_threads_change_nothing_much_and_repeats_nothing():
             results = {}
             for threads in (1, 2):
                 torch.set_num_threads(threads)
-                results[threads] = run(lambda *x: gateloop_heads_scan(*x[:5]), inputs, weights)
-                for x, y in zip(results[threads], run(lambda *x: gateloop_heads_scan(*x[:5]), inputs, weights), strict=True):
+                results[threads], again = (run(scan, inputs, weights) for _ in range(2))
+                for x, y in zip(results[threads], again, strict=True):
                     assert torch.equal(x, y)
             for x, y in zip(results[1], results[2], strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
         finally:
             torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("start", [False, True])
+def test_in_place(start):
+    """`update_state` writes the final state over the initial one, at its address."""
+    *inputs, state = inputs_for(2, 3, 3, 4, 2, torch.float32)
+    options = {"reset": torch.ones(2, 3, dtype=torch.bool)} if start else {}
+    options |= {"reset_state": random(3, 4, 2, dtype=torch.complex64)} if start else {}
+    for backend in ("chunked", "cpu"):
+        y, final = gateloop_heads_scan(*inputs, state, backend=backend, **options)
+        kept = state.clone()
+        got, updated = gateloop_heads_scan(*inputs, kept, backend=backend, update_state=True, **options)
+        assert updated is kept and torch.equal(kept, final) and torch.equal(got, y)
+    with pytest.raises(ValueError, match="update_state needs an initial_state"):
+        gateloop_heads_scan(*inputs, update_state=True)
+
+
+def test_forward_mode_says_no():
+    inputs = tuple(inputs_for(1, 4, 1, 3, 2, torch.float32, False))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda *x: gateloop_heads_scan(*x)[0], inputs, inputs)
+
+
+def test_compiled_without_a_break():
+    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()
+    inputs = [x.requires_grad_() for x in inputs_for(2, 12, 3, 4, 2, torch.float32, False)]
+    results = []
+    for function in (gateloop_heads_scan, torch.compile(gateloop_heads_scan, fullgraph=True, backend="aot_eager")):
+        y, final = function(*inputs)
+        results.append([y, final, *torch.autograd.grad(y.square().sum() + final.sum(), inputs)])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y)
+    *inputs, state = inputs_for(2, 5, 3, 4, 2, torch.float32)
+    inputs = [x.requires_grad_() for x in inputs]
+    flags = torch.full((2, 5), 2, dtype=torch.uint8)
+    arguments = (*inputs, state, state[0].clone(), flags, False, "cpu")
+    torch.library.opcheck(torch.ops.hf_recurrent.gateloop_heads, arguments)
+
+
+def test_memory_does_not_grow_with_the_states():
+    """Peak memory of a training pass: the states of all positions of heads of 32 x 32 would take 256 MiB."""
+    code = """
+import resource, sys, torch
+from hf_recurrent.scan import gateloop_heads_scan
+def run(length):
+    q, k, v = torch.randn(3, 1, length, 4, 32, requires_grad=True)
+    a = torch.rand(1, length, 4, 32, dtype=torch.complex64, requires_grad=True)
+    y, _ = gateloop_heads_scan(q, k, v, a / 2)
+    y.sum().backward()
+run(8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run(8192)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    grown = int(done.stdout) * (1 if sys.platform == "darwin" else 1024)
+    states = 8192 * 4 * 32 * 32 * 8
+    assert grown < states / 2, f"{grown / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"k": torch.rand(2, 5, 3, 2)}, ValueError, "q and k must have one shape, got"),
+        ({"v": torch.rand(2, 5, 4, 2)}, ValueError, r"v must have the shape .* = \(2, 5, 3\) \+ \(d_v,\), got"),
+        ({"q": torch.rand(5, 3, 4)}, ValueError, "q must have four dimensions"),
+        ({"a": torch.rand(2, 5, 3, 2)}, ValueError, "a has the shape .* does not broadcast to"),
+        ({"v": torch.rand(2, 5, 3, 2).to(torch.complex64)}, TypeError, "v must be real"),
+        ({"initial_state": torch.rand(2, 3)}, ValueError, r"initial_state must have the shape .* = \(2, 3, 4, 2\)"),
+        ({"initial_state": torch.rand(2, 3, 4, 2) + 0j}, TypeError, "but the transitions are real"),
+        ({"reset_state": torch.rand(2, 3, 4, 2)}, ValueError, r"reset_state must have the shape \(3, 4, 2\)"),
+        ({"reset_state": torch.rand(3, 4, 2), "reverse": True}, ValueError, "reset_state goes with reverse=False"),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, ValueError, "mask must have the shape"),
+        ({"backend": "cuda"}, ValueError, "backend 'cuda'"),
+        ({"backend": "best"}, ValueError, "backend must be one of"),
+    ],
+)
+def test_bad_arguments(changes, error, message):
+    arguments = {name: torch.rand(2, 5, 3, 4) for name in "qka"} | {"v": torch.rand(2, 5, 3, 2)}
+    with pytest.raises(error, match=message):
+        gateloop_heads_scan(**{**arguments, **changes})

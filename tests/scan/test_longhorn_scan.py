@@ -58,7 +58,7 @@ def test_against_the_loop(backend, dtype, shape):
 @pytest.mark.parametrize("with_reset", [False, True], ids=["one", "reset"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_options(backend, with_reset, with_mask, reverse, monkeypatch):
-    monkeypatch.setattr("hf_recurrent.scan.longhorn.CHUNK_ELEMENTS", 1)  # the plain form in chunks of sqrt(L)
+    monkeypatch.setattr("hf_recurrent.scan.longhorn_plain.CHUNK_ELEMENTS", 1)  # the plain form in chunks of sqrt(L)
     mask, reset = mask_and_reset(4, 37)
     options = {"mask": mask if with_mask else None, "reset": reset if with_reset else None, "reverse": reverse}
     compare(inputs_for(4, 37, 33, 5, torch.float32), backend, **options)
