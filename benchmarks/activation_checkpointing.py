@@ -2,9 +2,10 @@
 
 Models of about 125M parameters (the paper's own where there is a preset), one row of 2048 tokens, float32, AdamW.
 Memory is the largest resident size of two steps beyond that of a process that has only imported the package: weights,
-gradients, AdamW's moments, activations and logits. With checkpointing, blocks are computed again in backward, and so
-are the logits, a few positions at a time. Each figure has a process of its own. Time is that of forward and backward
-with checkpointing divided by that of the same without, measured just before it; the optimiser's step is in neither.
+gradients, AdamW's moments, activations and logits. With checkpointing, blocks are computed again in backward, the loss
+is taken in pieces, and freed memory goes back to the system. Each figure has a process of its own. Time is that of
+forward and backward with checkpointing divided by that of the same without, measured just before it; the optimiser's
+step is in neither.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from decode import FAMILIES, SIZES, SMALL, build, config
+from hf_recurrent import malloc
 from hf_recurrent.files import write_whole
 from hf_recurrent.measure import can_measure_peaks, machine, make_folder, paired, peak_bytes, positive
 from hf_recurrent.training.model import checkpoint_activations
@@ -58,6 +60,8 @@ def time(family: str, rounds: int, quick: bool) -> dict:
 
     def step(chosen: PreTrainedModel, options: dict[str, bool]):
         def run(_) -> None:
+            # Checkpointing has set it for the whole process, also for the steps without.
+            malloc.return_freed_memory(malloc.LARGE if options else malloc.LARGEST)
             loss_of(chosen, LENGTH, options).backward()
             chosen.zero_grad()
 

@@ -1,7 +1,6 @@
 """Paired timing, and what a reader must know about the machine that a number came from."""
 
 import argparse
-import ctypes
 import datetime
 import gc
 import importlib.metadata
@@ -119,21 +118,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-
-
-def keep_freed_memory() -> bool:
-    """Have the C library keep freed memory for the next tensor instead of giving it back to the system, which would
-    have to find and clear each page again. Times then say what a kernel costs, not what a fresh page does.
-
-    Returns:
-        Whether the library can (glibc).
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    no_mapped_blocks = mallopt(-4, 0)  # M_MMAP_MAX
-    return bool(no_mapped_blocks and mallopt(-1, -1))  # M_TRIM_THRESHOLD: never
 
 
 def positive(text: str) -> int:

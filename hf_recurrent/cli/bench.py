@@ -45,7 +45,8 @@ def run(argv: list[str]) -> int:
 
     from ..bench import CASES, DTYPES, PEERS, Case, measure_case, peer_scans
     from ..files import write_whole
-    from ..measure import keep_freed_memory, machine, version_of
+    from ..malloc import keep_freed_memory
+    from ..measure import machine, version_of
     from ..messages import within_memory
 
     if args.threads is not None:

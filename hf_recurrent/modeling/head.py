@@ -1,8 +1,8 @@
 """The language-model head, and a loss that never has the logits of all positions.
 
 Logits of 50,000 tokens are often the largest tensor of a training step. A loss of tokens is a sum over positions, and
-can be taken piece by piece: each piece's logits are computed, summed up, and forgotten until backward computes them
-again.
+can be taken piece by piece, the logits of one piece at a time. What backward will want of a piece is computed either
+while its logits are there (`_SumWithGradients`: no logits are computed twice), or in backward from its logits anew.
 """
 
 import math
@@ -14,34 +14,93 @@ from torch.utils.checkpoint import checkpoint
 
 from .layers import Linear
 
-Project = Callable[[Tensor], Tensor]  # (positions, hidden_size) -> (positions, vocab_size)
+Loss = Callable[[Tensor, Tensor], Tensor]  # of a piece's logits (positions, vocab_size) and labels (positions,)
 
 
 class LanguageModelHead(Linear):
-    """The projection to logits, for one use or for several of a single call."""
+    """The projection to logits, or to a loss that is a sum over their positions."""
 
-    def forward(self, x: Tensor, use: Callable[[Project, Tensor], Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, loss: Loss | None = None, chunks: int = 1) -> Tensor:
         """
         Args:
             x: (..., hidden_size).
-            use: what to return in place of the logits, `use(project, x)`. All that it projects happens in one call of
-                this module, around which FSDP and ZeRO gather the weights, and send their gradients, once.
+            labels, loss, chunks: for `loss` of so many pieces in place of the logits; see `sum_in_chunks`. All is done
+                in one call of this module, around which FSDP and ZeRO gather the weights, and send their gradients,
+                once.
         """
-        return super().forward(x) if use is None else use(super().forward, x)
+        if loss is None:
+            return super().forward(x)
+        return sum_in_chunks(super().forward, x, labels, loss, chunks, self.weight)
 
 
 def number_of_chunks(vocab_size: int, hidden_size: int) -> int:
-    """In how many pieces a loss is taken, such that one piece's logits are as many numbers as an MLP of the usual 4
-    times hidden_size has for all positions. It depends on nothing that may differ between processes: where the head is
-    gathered for each piece, they must all make as many calls."""
-    return math.ceil(vocab_size / (4 * hidden_size))
+    """In how many pieces a loss is taken, such that one piece's logits are as many numbers as 8 times the hidden states
+    of all positions, about what a block computes on its way. It depends on nothing that may differ between processes:
+    where the head is gathered for each piece, they must all make as many calls."""
+    return math.ceil(vocab_size / (8 * hidden_size))
 
 
 def sum_in_chunks(
-    loss: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor, labels: Tensor, chunks: int
+    project: Callable[[Tensor], Tensor],
+    hidden_states: Tensor,
+    labels: Tensor,
+    loss: Loss,
+    chunks: int,
+    weight: Tensor | None = None,
 ) -> Tensor:
-    """The sum of `loss(x, y)` over so many pieces x of the positions in `hidden_states` (..., D), and y in `labels`
-    (...), each of which keeps nothing but x for backward."""
-    keeps = chunks == 1 or not torch.is_grad_enabled()
-    pieces = zip(hidden_states.flatten(0, -2).tensor_split(chunks), labels.flatten().tensor_split(chunks), strict=True)
-    return sum(loss(x, y) if keeps else checkpoint(loss, x, y, use_reentrant=False) for x, y in pieces)
+    """The sum of `loss(project(x), y)` over so many pieces x of the positions in `hidden_states` (..., D), and y in
+    `labels` (...).
+
+    Args:
+        weight: the one parameter of `project`, if that is known.
+    """
+
+    def of_piece(x: Tensor, y: Tensor) -> Tensor:
+        return loss(project(x), y)
+
+    pieces = _pieces(hidden_states, labels, chunks)
+    trained = weight is None or weight.requires_grad or hidden_states.requires_grad
+    if chunks == 1 or not trained or not torch.is_grad_enabled():
+        return sum(of_piece(x, y) for x, y in pieces)
+    if weight is None or torch.compiler.is_compiling() or _in_float16(weight):
+        return sum(checkpoint(of_piece, x, y, use_reentrant=False) for x, y in pieces)
+    return _SumWithGradients.apply(of_piece, hidden_states, labels, chunks, weight)
+
+
+def _pieces(hidden_states: Tensor, labels: Tensor, chunks: int) -> list[tuple[Tensor, Tensor]]:
+    parts = hidden_states.flatten(0, -2).tensor_split(chunks), labels.flatten().tensor_split(chunks)
+    return list(zip(*parts, strict=True))
+
+
+def _in_float16(weight: Tensor) -> bool:
+    """Whether products with it are in float16, in whose range gradients are only after backward's loss scale."""
+    device = weight.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return dtype is torch.float16
+
+
+class _SumWithGradients(torch.autograd.Function):
+    """The sum of `of_piece(x, y)` over the pieces. Its gradients are taken at once, and kept for backward."""
+
+    @staticmethod
+    def forward(ctx, of_piece, hidden_states: Tensor, labels: Tensor, chunks: int, weight: Tensor) -> Tensor:
+        of_hidden, of_weight = ctx.needs_input_grad[1], ctx.needs_input_grad[4]
+        hidden_grads, weight_grad, total = [], None, 0
+        for x, y in _pieces(hidden_states, labels, chunks):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_(of_hidden)
+                part = of_piece(x, y)
+            grads = list(torch.autograd.grad(part, [x] * of_hidden + [weight] * of_weight))
+            if of_weight:
+                grad = grads.pop()
+                weight_grad = grad if weight_grad is None else weight_grad.add_(grad)
+            hidden_grads += grads
+            total = total + part.detach()
+        hidden_grad = torch.cat(hidden_grads).view_as(hidden_states) if of_hidden else None
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        hidden_grad, weight_grad = (kept if kept is None else kept * grad for kept in ctx.saved_tensors)
+        return None, hidden_grad, None, None, weight_grad

@@ -25,7 +25,7 @@ from ..scan.split import document_borders
 from .cache import RecurrentCache, StaticRecurrentCache
 from .cache_layers import recorded_calls
 from .configuration import RecurrentConfig
-from .head import LanguageModelHead, Project, number_of_chunks, sum_in_chunks
+from .head import LanguageModelHead, number_of_chunks, sum_in_chunks
 from .layers import RecurrentBlock, RMSNorm, ShortConvolution
 
 IGNORED = -100  # a label without a loss
@@ -599,9 +599,9 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
                 labels[t + 1].
             logits_to_keep: how many of the last positions get logits, 0 for all; or the positions, (positions,) for all
                 rows or (B, positions) for each; or a bool mask (B, L), which flattens the logits to (True, vocab_size).
-            skip_logits: whether to return the loss without logits. They are then computed for a few positions at a
-                time, and again in backward, so that those of all never take memory. A `loss_function` of one's own must
-                be a sum over tokens, divided by `num_items_in_batch`.
+            skip_logits: whether to return the loss without logits, which are then computed for a part of the positions
+                at a time, so that those of all never take memory. A `loss_function` of one's own must be a sum over
+                tokens, divided by `num_items_in_batch`.
             kwargs: `num_items_in_batch` (the loss is then the sum over tokens divided by it), `ignore_index` and
                 `shift_labels` (labels that are already shifted) for the loss; the rest as in `RecurrentModel.forward`,
                 as all other arguments.
@@ -668,19 +668,14 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             num_items_in_batch = (shift_labels != ignore_index).sum()
         options = {"ignore_index": ignore_index, "num_items_in_batch": num_items_in_batch}
         size = self.config.vocab_size
+        chunks = number_of_chunks(size, self.config.hidden_size)
 
-        def loss_of(project: Project, hidden_states: Tensor) -> Tensor:
-            def loss(x: Tensor, targets: Tensor) -> Tensor:
-                return self.loss_function(
-                    logits=project(x), labels=None, shift_labels=targets, vocab_size=size, **options
-                )
-
-            chunks = number_of_chunks(size, self.config.hidden_size)
-            return sum_in_chunks(loss, hidden_states, shift_labels, chunks)
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            return self.loss_function(logits=logits, labels=None, shift_labels=targets, vocab_size=size, **options)
 
         if isinstance(self.lm_head, LanguageModelHead):
-            return self.lm_head(hidden_states, loss_of)
-        return loss_of(self.lm_head, hidden_states)  # an adapter or another in its place
+            return self.lm_head(hidden_states, shift_labels, loss, chunks)
+        return sum_in_chunks(self.lm_head, hidden_states, shift_labels, loss, chunks)  # an adapter, say, in its place
 
     def prepare_inputs_for_generation(
         self,

@@ -49,10 +49,10 @@ def prune_token_cache(rows: Rows, args: DataArguments) -> str:
     parts = rows.parts if isinstance(rows, MixedRows) else [rows]
     used = [part.stream for part in parts if isinstance(part, ShuffledRows)]
     number, size = prune(args.token_cache_gb * 1e9, used)
-    folders = "1 folder" if number == 1 else f"{number:,} folders"
-    return f"token cache  {folders} removed, {size / 1e9:.2f} GB (--token-cache-gb {args.token_cache_gb:g})" * (
-        number > 0
-    )
+    if not number:
+        return ""
+    gigabytes = f"{size / 1e9:.2f} GB: --token-cache-gb {args.token_cache_gb:g}"
+    return f"token cache {counted(number, 'folder')} removed, {gigabytes}"
 
 
 def first_texts(corpus: Corpus, visible: bool = True) -> Iterator[str]:

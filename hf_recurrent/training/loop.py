@@ -237,6 +237,9 @@ class Run:
         lines.append(f"tokenizer   {len(self.tokenizer):,} tokens")
         kind = self.accelerator.unwrap_model(self.model).config.model_type
         lines.append(f"model       {kind}, {self.parameters:,} parameters, on {self.accelerator.device.type}")
+        groups = self.optimizer.param_groups
+        way = "fused" if groups[0]["fused"] else "foreach"
+        lines.append(f"optimiser   AdamW, {way}, {counted(len(groups), 'parameter group')}")
         return "\n".join(lines)
 
     # ---- the clock and the learning rate
@@ -315,8 +318,10 @@ class Run:
             synchronise = number == passes - 1 or self.accelerator.is_fsdp2
             if self.args.bptt_chunk is not None:
                 chunk, carry_gradients = self.args.bptt_chunk, self.args.bptt_carry_gradients
+                # A loss without logits keeps the gradient of the head's weights: once, not for every chunk of a row.
+                options = {} if carry_gradients else self.loss_options
                 total += backward_in_chunks(
-                    self.accelerator, self.model, batch, targets, chunk, carry_gradients, synchronise, self.loss_options
+                    self.accelerator, self.model, batch, targets, chunk, carry_gradients, synchronise, options
                 )
                 continue
             with contextlib.nullcontext() if synchronise else distributed.accumulating(self.accelerator, self.model):

@@ -5,15 +5,20 @@ import math
 import torch
 from transformers import PreTrainedModel
 
+FUSED = ("cpu", "cuda", "mps", "xpu")  # where PyTorch has the whole update as one kernel
+
 
 def create_optimizer(model: PreTrainedModel, args, device: torch.device) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101) as `TrainArguments` describe it, with the model's own parameter groups."""
+    """AdamW (arXiv 1711.05101) as `TrainArguments` describe it, with the model's own parameter groups: fused where
+    PyTorch can, elsewhere by operations on all parameters together (foreach)."""
+    fused = device.type in FUSED
     return torch.optim.AdamW(
         model.parameter_groups(args.learning_rate, args.weight_decay, args.recurrence_learning_rate),
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
-        fused=device.type in ("cpu", "cuda"),
+        fused=fused,
+        foreach=not fused,
     )
 
 

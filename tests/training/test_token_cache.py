@@ -136,6 +136,6 @@ def test_a_run_keeps_its_own_tokens(cache, capsys):
     args = DataArguments(sequence_length=16, token_cache_gb=0)
     _, other = used(cache, "other")
     rows = build_rows(corpus, tokenizer, args, seed=0, visible=False)
-    assert prune_token_cache(rows, args) == "token cache  1 folder removed, 0.00 GB (--token-cache-gb 0)"
+    assert prune_token_cache(rows, args) == "token cache 1 folder removed, 0.00 GB: --token-cache-gb 0"
     assert prune_token_cache(rows, args) == "" and not other.exists() and len(token_cache.entries()) == 1
     assert prune_token_cache(rows, DataArguments(token_cache=False)) == ""
