@@ -29,7 +29,7 @@ from hf_recurrent.files import replacing, write_whole
 from hf_recurrent.measure import machine
 from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.modeling.minlstm import MinLSTMMixer
-from hf_recurrent.scan import gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan import gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan, s5_scan
 from hf_recurrent.scan.cells import BY_NAME
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +140,8 @@ def _backward(cell: str, sets: list[tuple[Tensor, ...]], backend: str) -> list[C
     """The operator's backward alone, as autograd calls it."""
     ops, calls = torch.ops.hf_recurrent, []
     for x in sets:
-        inputs = [t[(None,) * (3 - t.dim())] for t in x]
+        timed = BY_NAME[cell].timed  # whose second input has no channels
+        inputs = [t if timed and i == 1 else t[(None,) * (3 - t.dim())] for i, t in enumerate(x)]
         if BY_NAME[cell].read is None:
             (h, final), backward = ops.scan(cell, inputs, None, None, False, backend), ops.scan_backward
         else:
@@ -202,6 +203,13 @@ def measure_cells(b: Bench) -> None:
     def constant(shape, dtype):
         return b.coefficients(shape[-1], dtype=dtype), b.random(*shape, dtype=dtype)
 
+    def irregular(shape, dtype):
+        rate = torch.complex(-torch.rand(shape[-1]), torch.randn(shape[-1])).to(b.device, dtype)
+        return rate, torch.rand(shape[:2], device=b.device), b.random(*shape, dtype=dtype)
+
+    def s5(**options):
+        return lambda rate, times, driven: s5_scan(driven, rate, times, **options)
+
     def positive(scan):
         return lambda *x: scan(*x, positive=True)
 
@@ -219,6 +227,8 @@ def measure_cells(b: Bench) -> None:
         ("gateloop_cartesian_sigmoid", gateloop(transition="cartesian"), real(5), (FLOAT, HALF)),
         ("linear, complex", linear_scan, _pair(b), (torch.complex64,)),
         ("linear, complex and constant", linear_scan, constant, (torch.complex64,)),
+        ("s5_zoh", s5(), irregular, (torch.complex64,)),
+        ("s5_bilinear", s5(discretization="bilinear"), irregular, (torch.complex64,)),
     ]
     for cell, scan, make, dtypes in cells:
         for dtype in dtypes:

@@ -15,9 +15,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "scan"))
 
 import test_longhorn_scan
+import test_s5_scan
 from oracle import CELLS, GATELOOP_CELLS, coefficients, compare, linear, mask_and_reset, random
 
-from hf_recurrent.scan.cells import BY_NAME
+from hf_recurrent.scan.cells import BY_NAME, S5
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (batch, length, channels): odd and even widths, one position, one channel, and lengths that are split into segments.
@@ -42,6 +43,7 @@ def _cases(small: bool) -> list[tuple[str, Callable[..., list]]]:
             for dtype in (*DTYPES, torch.complex64) if name == "linear" else DTYPES:
                 cases.append((f"{name} {dtype} {shape}", _scan_case(scan, count, shape, dtype, name == "linear")))
         cases.append((f"constant coefficients {shape}", _constant_case(shape)))
+        cases += [(f"s5 {name} {shape}", _s5_case(name, shape)) for name in S5]
         for name, (scan, count) in GATELOOP_CELLS.items():
             for dtype in DTYPES if name == "gateloop_polar_sigmoid" else DTYPES[:1]:
                 cases.append((f"{name} {dtype} {shape}", _scan_case(scan, count, shape, dtype, False, name)))
@@ -77,6 +79,18 @@ def _constant_case(shape):
         dtype = torch.complex64
         inputs = 0.99 * coefficients(shape[2], dtype=dtype), random(*shape, dtype=dtype)
         return compare(linear, inputs, None, backend=backend, device=device)
+
+    return check
+
+
+def _s5_case(discretization, shape):
+    def check(backend, device):
+        outputs = []
+        for options in _options(*shape[:2]):
+            inputs = test_s5_scan.problem(*shape, torch.complex64)
+            state = random(shape[0], shape[2], dtype=torch.complex64)
+            outputs += test_s5_scan.compare(discretization, inputs, state, backend=backend, device=device, **options)
+        return outputs
 
     return check
 

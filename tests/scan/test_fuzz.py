@@ -9,6 +9,7 @@ import oracle
 import pytest
 import test_gateloop_scan
 import test_longhorn_scan
+import test_s5_scan
 import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
@@ -113,6 +114,19 @@ def test_gateloop(problem, kind, backend):
     if with_state:
         state = oracle.random(shape[0], shape[2], dtype=BY_NAME[cell].state_dtype(dtype))
     oracle.compare(scan, inputs, state, backend=backend, **options)
+
+
+@fuzz
+@given(problems(), st.sampled_from(["zoh", "bilinear"]), st.sampled_from(["chunked", "cpu"]))
+def test_s5(problem, discretization, backend):
+    """Kernels that test_s5_scan.py has compiled."""
+    shape, layouts, options, threads, with_state = problem
+    torch.set_num_threads(threads)
+    driven, rate, times = test_s5_scan.problem(*shape, torch.complex64)
+    times = laid_out(times[..., None], layouts[1])[..., 0]
+    state = oracle.random(shape[0], shape[2], dtype=torch.complex64) if with_state else None
+    inputs = [laid_out(driven, layouts[0]), rate, times]
+    test_s5_scan.compare(discretization, inputs, state, backend=backend, **options)
 
 
 @fuzz

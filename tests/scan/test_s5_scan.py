@@ -35,12 +35,14 @@ def definition(discretization: str, driven, rate, times, state=None, **options):
     return linear_scan(a, times * phi * driven, state, backend="reference", **options)
 
 
-def compare(discretization: str, inputs, state=None, *, backend="cpu", **options):
+def compare(discretization: str, inputs, state=None, *, backend="cpu", device="cpu", **options):
     """Outputs, final state and all gradients. An error is measured by what is added up to the number that has it."""
     dtype, shape = inputs[0].dtype, inputs[0].shape
     weights = random(*shape, dtype=dtype).to(DOUBLE), random(shape[0], shape[2], dtype=DOUBLE)
     options["discretization"] = discretization
-    got = run(s5_scan, inputs, state, weights, backend=backend, **options)
+    at = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    moved = [None if x is None else x.to(device) for x in (*inputs, state, *weights)]
+    got = [x.cpu() for x in run(s5_scan, moved[:3], moved[3], moved[4:], backend=backend, **at)]
     driven, rate, times = inputs
     wide = driven.to(DOUBLE), rate.to(DOUBLE).expand(shape), times.double()[..., None].expand(shape)
     del options["discretization"]
@@ -295,7 +297,7 @@ def test_compiles_without_spills(name, dtype, narrow, architecture):
 @pytest.mark.parametrize("discretization", ["zoh", "bilinear"])
 def test_bodies_against_the_equations(host, discretization):
     for shape, multiprocessors in [((1, 1, 1), 1), ((3, 2, 33), 1), ((3, 70, 40), 1), ((1, 1025, 8), 4)]:
-        if discretization == "bilinear" and multiprocessors > 1:
+        if discretization == "bilinear" and shape != (3, 70, 40):
             continue
         host.multiprocessors = multiprocessors
         host.launched.clear()

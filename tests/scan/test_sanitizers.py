@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import torch
-from hf_recurrent.scan import cpu, gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan import cpu, gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan, s5_scan
 from hf_recurrent.scan.convolution import short_convolution
 from hf_recurrent.scan.elementwise import gate, skip_gelu
 from hf_recurrent.scan.gateloop import channel_loop
@@ -61,6 +61,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.complex64):
             gradients(lambda *x: linear_scan(*x, **option, backend="cpu"), a, b, state)
             gradients(lambda *x: linear_scan(*x, **option, backend="cpu"), a[0, 0].contiguous(), b)
             if dtype.is_complex:
+                times = torch.rand(length, batch).T
+                gradients(lambda *x: s5_scan(*x, **option, backend="cpu"), b, a[0, 0].contiguous(), times, state)
                 continue
             z = torch.randn(batch, channels, dtype=torch.complex64)
             gradients(lambda *x: gateloop_scan(*x, **option, backend="cpu"), a, b, a, b, a, z)
@@ -116,7 +118,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 from cuda_host import Host
-from hf_recurrent.scan import gateloop_scan, linear_scan, longhorn_scan
+from hf_recurrent.scan import gateloop_scan, linear_scan, longhorn_scan, s5_scan
 torch.set_num_threads(1)
 torch.manual_seed(0)
 host = Host(Path(sys.argv[2]), ["-O0"])
@@ -134,7 +136,9 @@ for multiprocessors, shape in [(1, (2, 1, 5)), (1, (2, 70, 33)), (4, (1, 1027, 1
         state = torch.randn(batch, channels)
         gradients(linear_scan, a, b, state)
         gradients(linear_scan, a[0, 0].clone(), b)
-        gradients(gateloop_scan, a, b, a, b, a, torch.randn(batch, channels, dtype=torch.complex64))
+        z = torch.randn(batch, channels, dtype=torch.complex64)
+        gradients(gateloop_scan, a, b, a, b, a, z)
+        gradients(s5_scan, torch.complex(a, b), -z[0].abs() + 0j, torch.rand(batch, length), z)
         k = torch.randn(batch, length, 3)
         gradients(longhorn_scan, b, a, k, k, torch.randn(batch, channels, 3))
 print("done")
