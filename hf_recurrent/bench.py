@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from .measure import paired, version_of
-from .scan import gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan, s5_scan
+from .scan import gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan, s5_scan
 
 PASSES = ("forward", "backward")
 INPUT_SETS = 3  # used in turn: no call finds its input in a cache because the call before has just read it
 LARGE = 2**28  # bytes of a tensor of which no cache holds anything from one call to the next: one set is enough
 STATE_SIZE = 16  # of Longhorn
+HEAD_SIZE = 8  # of GateLoop; where it does not divide the channels, what divides both
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Case:
         moved: tensors of the output's size that forward, and backward, must read or write, each counted once. What is
             smaller by a dimension is left out; so is what forward keeps for backward, of which it is timed without.
         complex: the dtypes are complex, made of two numbers of the dtype named.
+        devices: the types of the devices that have a kernel for it.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Case:
     function: Callable[..., Tensor]
     moved: tuple[int, int]
     complex: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 def _normal(count: int) -> Callable:
@@ -77,6 +80,14 @@ def _longhorn(shape, dtype, device):
     return x, dt, *_normal(2)((*shape[:2], STATE_SIZE), dtype, device)
 
 
+def _heads(shape, dtype, device):
+    """q, k, v, and one transition for each head, as the released package has them."""
+    batch, length, channels = shape
+    size = math.gcd(HEAD_SIZE, channels)
+    heads = batch, length, channels // size
+    return *_normal(3)((*heads, size), dtype, device), _turns((*heads, 1), device)
+
+
 def _first(function: Callable, **options) -> Callable[..., Tensor]:
     return lambda *inputs: function(*inputs, **options)[0]
 
@@ -88,6 +99,13 @@ CASES = (
     Case("minLSTM cell", _normal(3), _first(minlstm_scan), (4, 8)),
     Case("minLSTM cell, positive", _normal(3), _first(minlstm_scan, positive=True), (4, 8)),
     Case("GateLoop cell", _normal(5), _first(gateloop_scan), (6, 13)),
+    Case(
+        f"GateLoop cell, heads of {HEAD_SIZE} x {HEAD_SIZE}",
+        _heads,
+        lambda *inputs: gateloop_heads_scan(*inputs)[0].flatten(2),
+        (4, 7),
+        devices=("cpu",),
+    ),
     Case("linear_scan, complex", _complex_scan, _first(linear_scan), (3, 5), complex=True),
     Case("linear_scan, constant complex a (S5)", _constant_scan, _first(linear_scan), (2, 3), complex=True),
     Case("S5 cell, per-step", _irregular, _first(s5_scan), (2, 4), complex=True),

@@ -16,7 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import torch
-from hf_recurrent.scan import cpu, gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan, s5_scan
+from hf_recurrent.scan import cpu, gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan
+from hf_recurrent.scan import mingru_scan, minlstm_scan, s5_scan
 from hf_recurrent.scan.convolution import short_convolution
 from hf_recurrent.scan.elementwise import gate, skip_gelu
 from hf_recurrent.scan.gateloop import channel_loop
@@ -77,6 +78,14 @@ for batch, length, channels in SHAPES[:4]:
         state = torch.randn(batch, channels, m)
         for option in options(batch, length):
             gradients(lambda *x: longhorn_scan(*x, **option, backend="cpu"), x, x, k, k, state)
+for heads, d_k, d_v in [(1, 1, 1), (3, 5, 3), (17, 4, 6), (2, 16, 16)]:
+    for length in (1, 19):
+        q, k, v = (torch.randn(2, length, heads, size) for size in (d_k, d_k, d_v))
+        a, state = q * 0.1j, torch.randn(2, heads, d_k, d_v, dtype=torch.complex64)
+        for option in options(2, length):
+            gradients(lambda *x: gateloop_heads_scan(*x, **option, backend="cpu"), q, k, v, a, state)
+        starts = {"reset": torch.rand(2, length) < 0.3, "reset_state": state[0]}
+        gradients(lambda *x: gateloop_heads_scan(*x, **starts, backend="cpu"), q, k, v, a, state)
 for batch, length, channels in SHAPES:
     x = rows(batch, length, channels)
     gradients(skip_gelu, x, x, torch.randn(channels))

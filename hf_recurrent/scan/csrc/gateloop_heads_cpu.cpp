@@ -31,6 +31,31 @@ struct Vector {
   typedef Real type __attribute__((vector_size(kBytes)));
 };
 
+// Four neighbouring numbers of each of four lanes, to four vectors of the lanes, `stride` apart.
+template <class Real>
+struct Four {
+  typedef Real type __attribute__((vector_size(4 * sizeof(Real))));
+  typedef std::conditional_t<sizeof(Real) == 4, int32_t, int64_t> Index;
+  typedef Index Indices __attribute__((vector_size(4 * sizeof(Real))));
+
+  template <int i, int j, int k, int l>
+  static type pick(type x, type y) {
+#ifdef __clang__
+    return __builtin_shufflevector(x, y, i, j, k, l);
+#else
+    return __builtin_shuffle(x, y, Indices{i, j, k, l});
+#endif
+  }
+
+  static void turn(const type (&x)[4], Real* to, int64_t stride) {
+    const type low = pick<0, 4, 1, 5>(x[0], x[1]), low2 = pick<0, 4, 1, 5>(x[2], x[3]);
+    const type high = pick<2, 6, 3, 7>(x[0], x[1]), high2 = pick<2, 6, 3, 7>(x[2], x[3]);
+    const type y[4] = {pick<0, 1, 4, 5>(low, low2), pick<2, 3, 6, 7>(low, low2), pick<0, 1, 4, 5>(high, high2),
+                       pick<2, 3, 6, 7>(high, high2)};
+    for (int i = 0; i < 4; ++i) memcpy(to + i * stride, &y[i], sizeof y[i]);
+  }
+};
+
 struct Tensor {
   char* data;
   int64_t stride[4];  // in elements: batch, length, heads, rows or columns
@@ -65,6 +90,8 @@ struct Block {
   const int64_t b, first, parts;  // the row of the batch; the first head here; lanes to a head
   const int64_t rows, columns;    // columns: to a lane
   int64_t count = 0;              // positions of the tile
+  int64_t heads_[kLanes], columns_[kLanes];  // of each lane: its head, and how many columns it has
+  int64_t full_rows, full_columns;           // the first so many lanes, a multiple of four, have all of theirs
   std::vector<Real> memory;
   std::vector<uint8_t> flags;
   Real *a, *k, *q, *v, *start;  // (count, rows), (count, columns); (rows, columns)
@@ -75,7 +102,14 @@ struct Block {
         first(block * (kLanes / parts_of_a_head)),
         parts(parts_of_a_head),
         rows(problem.rows),
-        columns((problem.columns + parts_of_a_head - 1) / parts_of_a_head) {}
+        columns((problem.columns + parts_of_a_head - 1) / parts_of_a_head) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      heads_[lane] = first + lane / parts;
+      const int64_t left = p.columns - first_column(lane);
+      columns_[lane] = head(lane) >= p.heads || left < 0 ? 0 : left < columns ? left : columns;
+    }
+    full_rows = full_lanes(false), full_columns = full_lanes(true);
+  }
 
   // ---- memory --------------------------------------------------------------------------------------------------------
 
@@ -113,12 +147,9 @@ struct Block {
   // ---- between tensors and lanes -------------------------------------------------------------------------------------
 
   int64_t position(int64_t step) const { return p.reverse ? p.length - 1 - step : step; }
-  int64_t head(int64_t lane) const { return first + lane / parts; }
-  int64_t first_column(int64_t lane) const { return lane % parts * columns; }
-  int64_t columns_of(int64_t lane) const {
-    const int64_t left = p.columns - first_column(lane);
-    return head(lane) >= p.heads || left < 0 ? 0 : left < columns ? left : columns;
-  }
+  int64_t head(int64_t lane) const { return heads_[lane]; }
+  int64_t first_column(int64_t lane) const { return (lane & (parts - 1)) * columns; }  // parts: a power of two
+  int64_t columns_of(int64_t lane) const { return columns_[lane]; }
 
   // States, between (batch, heads, rows, columns) and (rows, columns) with lanes. Lanes without a column stay zero.
   void gather(const char* data, int64_t batch_row, Real* to) const {
@@ -149,13 +180,48 @@ struct Block {
     for (int64_t t = 0; t < count; ++t) {
       const U* at_t = reinterpret_cast<const U*>(x.data) + b * x.stride[0] + position(begin + t) * x.stride[1];
       Real* to_t = to + t * n * size;
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const int64_t have = is_columns ? columns_of(lane) : head(lane) < p.heads ? rows : 0;
-        const U* from = at_t + head(lane) * x.stride[2] + (is_columns ? first_column(lane) * x.stride[3] : 0);
-        for (int64_t i = 0; i < have; ++i) put_lane(load(from[i * x.stride[3]]), to_t + i * size + lane);
+      const U* from[kLanes];
+      for (int64_t lane = 0; lane < kLanes; ++lane)
+        from[lane] = at_t + head(lane) * x.stride[2] + (is_columns ? first_column(lane) * x.stride[3] : 0);
+      const int64_t full = x.stride[3] == 1 ? is_columns ? full_columns : full_rows : 0;
+      for (int64_t lane = 0; lane < full; lane += 4) fetch_four(from + lane, n, to_t + lane);
+      for (int64_t lane = full; lane < kLanes; ++lane) {
+        const int64_t have = numbers_of(lane, is_columns);
+        for (int64_t i = 0; i < have; ++i) put_lane(load(from[lane][i * x.stride[3]]), to_t + i * size + lane);
         for (int64_t i = have; i < n; ++i) put_lane(decltype(load(U()))(0), to_t + i * size + lane);
       }
     }
+  }
+
+  int64_t numbers_of(int64_t lane, bool is_columns) const {
+    return is_columns ? columns_of(lane) : head(lane) < p.heads ? rows : 0;
+  }
+
+  int64_t full_lanes(bool is_columns) const {
+    int64_t lane = 0;
+    while (lane < kLanes && numbers_of(lane, is_columns) == (is_columns ? columns : rows)) ++lane;
+    return lane - lane % 4;
+  }
+
+  // n numbers side by side of each of four lanes.
+  template <class U>
+  static void fetch_four(const U* const* from, int64_t n, Real* to) {
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+      typename Four<Real>::type x[4];
+      for (int lane = 0; lane < 4; ++lane)
+        for (int j = 0; j < 4; ++j) x[lane][j] = load(from[lane][i + j]);
+      Four<Real>::turn(x, to + i * kLanes, kLanes);
+    }
+    for (; i < n; ++i)
+      for (int lane = 0; lane < 4; ++lane) to[i * kLanes + lane] = load(from[lane][i]);
+  }
+
+  // A complex number is two that lie side by side, there and here.
+  static void fetch_four(const Complex<Real>* const* from, int64_t n, Real* to) {
+    const Real* parts_of[4];
+    for (int lane = 0; lane < 4; ++lane) parts_of[lane] = reinterpret_cast<const Real*>(from[lane]);
+    fetch_four(parts_of, 2 * n, to);
   }
 
   void fetch_tile(int64_t begin, int64_t end) {
