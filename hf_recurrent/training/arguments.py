@@ -271,7 +271,9 @@ class _Loader(yaml.SafeLoader):
 def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
     """The settings in a YAML file as flags."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+        raise FileNotFoundError(
+            f"{path}: {'a folder, expected a file of settings' if path.is_dir() else 'no such file'}"
+        )
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
