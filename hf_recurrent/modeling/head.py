@@ -75,8 +75,8 @@ def _pieces(hidden_states: Tensor, labels: Tensor, chunks: int) -> list[tuple[Te
 def _in_float16(weight: Tensor) -> bool:
     """Whether products with it are in float16, in whose range gradients are only after backward's loss scale."""
     device = weight.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    return dtype is torch.float16
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return (torch.get_autocast_dtype(device) if autocast else weight.dtype) is torch.float16
 
 
 class _SumWithGradients(torch.autograd.Function):

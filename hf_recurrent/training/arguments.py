@@ -224,7 +224,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainArgument
 
     Raises:
         CommandLineError: an unknown flag or key, or a value that does not fit; the message names the nearest valid one.
-        FileNotFoundError: the YAML file does not exist.
+        FileNotFoundError, IsADirectoryError: the YAML file does not exist, or is a folder.
     """
     parser = TrainParser()
     argv = _with_values(parser, argv)
@@ -270,6 +270,8 @@ class _Loader(yaml.SafeLoader):
 
 def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
     """The settings in a YAML file as flags."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: a folder, expected a file of settings")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:

@@ -114,9 +114,10 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
     if train_args.gradient_checkpointing:
         options = checkpoint_activations(model)
         counts.activations = count(model, batch_size, data_args.sequence_length, **options).activations
-    # Backward, each matrix product is two; with checkpointing the forward pass is done twice.
-    flops = counts.flops * passes * (4 if train_args.gradient_checkpointing else 3)
     tokens = batch_size * passes * data_args.sequence_length
+    flops = 3 * counts.flops * passes  # backward, each matrix product is two
+    if train_args.gradient_checkpointing:  # the forward pass is done twice, but for the head's
+        flops += counts.flops * passes - 2 * tokens * model.lm_head.weight.numel()
     state = counts.parameters * STATE_BYTES
     rate = matrix_rate()
     result = {

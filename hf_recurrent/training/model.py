@@ -152,8 +152,8 @@ def load_model(name: str, what: str = "--model", model_class: type = AutoModelFo
 
 
 def checkpoint_activations(model: PreTrainedModel) -> dict[str, bool]:
-    """Let the blocks run again in the backward pass, where only their inputs have been kept. On the CPU, the process
-    gives freed memory back from now on, which would otherwise lie between what is kept.
+    """Let the blocks run again in the backward pass, where only their inputs have been kept. What tensors on the CPU
+    free goes back to the system from now on; it would lie between those that are kept.
 
     Returns:
         What each call of the model is to be given, by which the head takes less memory too: the loss is computed in

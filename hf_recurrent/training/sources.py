@@ -131,6 +131,8 @@ def _read_records(loader: str, file: str, text_column: str) -> Iterator[str]:
     from datasets import load_dataset
 
     try:
+        if file.endswith(".parquet") and _parquet_rows(file) == 0:
+            return  # datasets cannot read it
         # Streaming reads the file itself; otherwise a copy of it would stay in the datasets cache.
         records = iter(load_dataset(loader, data_files=[file], split="train", streaming=True))
         first = list(itertools.islice(records, 1))
@@ -139,6 +141,12 @@ def _read_records(loader: str, file: str, text_column: str) -> Iterator[str]:
         raise
     except Exception as error:  # datasets, pyarrow and the decompressors each raise their own
         raise UnreadableFile(f"{file}: cannot be read as {loader}: {access.reason(error, file)}") from error
+
+
+def _parquet_rows(file: str) -> int:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(file).num_rows
 
 
 class _NoText(ValueError):
@@ -213,10 +221,8 @@ def check_shards(name: str, config: str | None, split: str) -> None:
         if os.path.getsize(file) == 0:
             raise ValueError(f"--dataset {name}: {file}: the file is empty")
         if file.endswith(".parquet"):
-            import pyarrow.parquet
-
             try:
-                rows = pyarrow.parquet.read_metadata(file).num_rows
+                rows = _parquet_rows(file)
             except Exception as error:  # pyarrow's own kinds
                 raise ValueError(f"--dataset {name}: {file}: cannot be read as parquet: {first_line(error)}") from error
             if rows == 0:

@@ -149,7 +149,7 @@ def _write(folder: Path, tokenizer: PreTrainedTokenizerBase, documents: Document
         starts, count, dtype = [], 0, None
         with open(temporary / "tokens.bin", "wb") as file:
             for stream in encode(tokenizer, documents.texts(), description):
-                stream.tokens.tofile(file)
+                file.write(stream.tokens)  # `tofile` does not say why it fails
                 starts.append(stream.starts + count)
                 count, dtype = count + len(stream.tokens), stream.tokens.dtype
         starts = np.concatenate(starts)

@@ -134,6 +134,8 @@ def test_every_number_has_bounds(number):
 
 
 def test_a_missing_file(tmp_path):
+    with pytest.raises(IsADirectoryError, match="a folder, expected a file of settings"):
+        parse([str(tmp_path)])
     with pytest.raises(FileNotFoundError, match="none.yaml: no such file"):
         parse([str(tmp_path / "none.yaml")])
 

@@ -1,5 +1,6 @@
 import bz2
 import gzip
+import io
 import json
 import lzma
 import sysconfig
@@ -496,13 +497,18 @@ def test_rows_say_what_they_are():
 
 
 def test_unreadable_files_are_left_out_if_asked_for(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
     write_files(tmp_path)
     good = texts_of(file_documents([str(tmp_path / "b.jsonl")], "text"))
-    parquet = (tmp_path / "h.parquet").read_bytes()
+    parquet, no_rows = (tmp_path / "h.parquet").read_bytes(), io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), no_rows)
     bad = {
         "cut.parquet": parquet[: len(parquet) // 2],
         "empty.jsonl": b"",
         "no_text.jsonl": b'{"text": ""}\n',
+        "no_rows.parquet": no_rows.getvalue(),
         "cut.jsonl.gz": (tmp_path / "d.jsonl.gz").read_bytes()[:-12],
         "cut.txt.gz": (tmp_path / "e.txt.gz").read_bytes()[:-4],
         "late.jsonl": b'{"text": "good"}\n' * 3 + b"{",
@@ -518,6 +524,7 @@ def test_unreadable_files_are_left_out_if_asked_for(tmp_path):
     assert texts_of(corpus.train) == good
     messages = [str(warning.message) for warning in warned]
     assert len(messages) == len(bad)
+    assert f"{tmp_path / 'no_rows.parquet'}: there is no text in it; left out" in messages
     for name, message in zip(bad, messages, strict=True):
         assert message.startswith(f"{tmp_path / name}: ") and message.endswith("; left out")
     (tmp_path / "other.jsonl").write_text('{"txt": "a"}\n')  # this is a mistake, not damage

@@ -55,7 +55,8 @@ def test_checkpointing_keeps_less_for_more_products(capsys):
     plain = dry_run(*arguments.parse(flags))
     checkpointed = dry_run(*arguments.parse([*flags, "--gradient-checkpointing"]))
     assert checkpointed["activation_bytes"] < 0.6 * plain["activation_bytes"]
-    assert checkpointed["flops_per_step"] * 3 == plain["flops_per_step"] * 4
+    head = 2 * 16 * 64 * 32 * 257
+    assert checkpointed["flops_per_step"] == plain["flops_per_step"] * 4 // 3 - head
     assert plain["steps"] == 10 and plain["tokens_per_step"] == 16 * 64 and plain["seconds"] > 0
 
 
