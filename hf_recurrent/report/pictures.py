@@ -1,7 +1,7 @@
 """The pictures of a report, each drawn on a matplotlib figure."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +64,11 @@ def sweep(
     return draw
 
 
+def legend_columns(labels: Iterable[str]) -> int:
+    """Columns in which labels stand under a picture of 9 inches without being cut off."""
+    return 2 if max(map(len, labels), default=0) <= 60 else 1
+
+
 def learning(curves: dict[str, list[list[dict]]], metric: str) -> Callable:
     """The metric and the training loss over steps: by label the curves of the runs that differ in their seed alone."""
 
@@ -83,7 +88,7 @@ def learning(curves: dict[str, list[list[dict]]], metric: str) -> Callable:
         for axes in (left, right):
             axes.set_xlabel("step")
             _tidy(axes)
-        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
+        figure.legend(loc="outside lower center", ncols=legend_columns(curves), frameon=False, fontsize="small")
 
     return draw
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +161,7 @@ def _task(task: str, runs: list[TaskRun], gathered: Runs, with_papers: bool) -> 
             label: [run.result["curve"] for run in group.runs]
             for label, group in _labelled([group for group in found if group.runs[0].metric == metric]).items()
         }
-        size = (9, 3.6 + 0.22 * ((len(curves) + 1) // 2))
+        size = (9, 3.6 + 0.22 * math.ceil(len(curves) / pictures.legend_columns(curves)))
         section.parts.append(
             Picture(f"{task}-learning", f"{TITLES[task]}: learning", pictures.learning(curves, metric), size)
         )

@@ -8,7 +8,7 @@ from statistics import stdev
 import pytest
 
 from hf_recurrent import cli
-from hf_recurrent.report import gather
+from hf_recurrent.report import gather, pictures
 from hf_recurrent.report.sections import command, groups
 from hf_recurrent.tasks.settings import TaskTraining
 from hf_recurrent.tasks.train import train_task
@@ -177,3 +177,21 @@ def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys):
     assert cli.main(["report", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_long_labels_stand_whole_under_a_picture():
+    figure_module = pytest.importorskip("matplotlib.figure")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    curve = [{"step": 1, "loss": 1.0, "accuracy": 0.5}]
+    for long in (
+        "x" * 60,
+        "Longhorn, length 512, pairs 4, vocab size 256, steps 1,500, batch 64, lr 0.003, after recall",
+    ):
+        figure = figure_module.Figure((9, 4.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        pictures.learning({long: [curve], f"{long}!": [curve], "short": [curve]}, "accuracy")(figure)
+        figure.canvas.draw()
+        for text in figure.legends[0].get_texts():
+            extent = text.get_window_extent()
+            assert 0 <= extent.x0 and extent.x1 <= figure.bbox.width
