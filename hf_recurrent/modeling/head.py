@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from .layers import Linear
@@ -101,6 +102,7 @@ class _SumWithGradients(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable  # what is kept is a number to autograd
     def backward(ctx, grad: Tensor):
         hidden_grad, weight_grad = (kept if kept is None else kept * grad for kept in ctx.saved_tensors)
         return None, hidden_grad, None, None, weight_grad
