@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from .layers import Linear
@@ -102,7 +101,8 @@ class _SumWithGradients(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # what is kept is a number to autograd
     def backward(ctx, grad: Tensor):
+        if torch.is_grad_enabled():  # create_graph=True: what is kept are numbers to autograd
+            raise NotImplementedError("the loss of skip_logits=True is differentiable once")
         hidden_grad, weight_grad = (kept if kept is None else kept * grad for kept in ctx.saved_tensors)
         return None, hidden_grad, None, None, weight_grad
