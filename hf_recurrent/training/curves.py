@@ -60,11 +60,14 @@ def read_runs(paths: list[str]) -> dict[str, list[dict]]:
 
 
 def short_names(folders: list[Path]) -> dict[Path, str]:
-    """Different folders by the shortest ends of their paths that tell them apart."""
-    parts, depth = [folder.resolve().parts for folder in folders], 1
-    while len({part[-depth:] for part in parts}) < len(parts):
-        depth += 1
-    return {folder: "/".join(part[-depth:]) for folder, part in zip(folders, parts, strict=True)}
+    """Different folders, each by the shortest end of its path that no other has."""
+    parts = [folder.resolve().parts for folder in folders]
+
+    def name(own: tuple[str, ...]) -> str:
+        depth = next(n for n in range(1, len(own) + 1) if sum(part[-n:] == own[-n:] for part in parts) == 1)
+        return "/".join(own[-depth:])
+
+    return {folder: name(own) for folder, own in zip(folders, parts, strict=True)}
 
 
 def points(lines: list[dict], x: str, y: str) -> np.ndarray:

@@ -1,10 +1,11 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hf_recurrent import cli
-from hf_recurrent.training.curves import points, read_runs
+from hf_recurrent.training.curves import points, read_runs, short_names
 
 
 @pytest.fixture
@@ -57,3 +58,9 @@ def test_what_is_refused(runs, flags, message, tmp_path, monkeypatch, capsys):
     assert message in capsys.readouterr().err
     assert cli.main(["plot", runs[0], runs[0]]) == 2
     assert "is given twice" in capsys.readouterr().err
+
+
+def test_names():
+    """No longer than it takes to tell a folder from the others."""
+    folders = [Path(path) for path in ("/runs/a/extrapolation", "/runs/b/extrapolation", "/runs/a", "/runs/c", "/x/a")]
+    assert list(short_names(folders).values()) == ["a/extrapolation", "b/extrapolation", "runs/a", "c", "x/a"]
