@@ -75,6 +75,11 @@ def _longhorn_product(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, *_, **__) -> 
     return h, _last(h)[..., None].expand(-1, -1, k.shape[-1])
 
 
+def _heads_product(q: Tensor, k: Tensor, v: Tensor, a: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+    h = a * k
+    return (h.real * q).sum(-1, keepdim=True) * v, h[:, -1, ..., None].expand(-1, -1, -1, v.shape[-1])
+
+
 def with_product(step: Callable[[int], None]) -> Callable[[int], None]:
     """`step` with products in place of all recurrences."""
 
@@ -82,7 +87,7 @@ def with_product(step: Callable[[int], None]) -> Callable[[int], None]:
         with (
             mock.patch.object(MinGRUMixer, "scan", staticmethod(_product)),
             mock.patch.object(MinLSTMMixer, "scan", staticmethod(_product)),
-            mock.patch.object(gateloop, "linear_scan", _product),
+            mock.patch.object(gateloop, "gateloop_heads_scan", _heads_product),
             mock.patch.object(gateloop, "gateloop_scan", _product),
             mock.patch.object(s5, "linear_scan", _product),
             mock.patch.object(longhorn, "longhorn_scan", _longhorn_product),

@@ -145,6 +145,7 @@ class Run:
             tqdm.write(removed)
         self.total_steps = self._total_steps()
         set_seed(train_args.seed)
+        self.loss_options: dict[str, bool] = {}  # what else each call of the model is given
         model = self._model()
         self.validation = self._validation_rows(corpus, data_args.sequence_length, model.config.vocab_size)
         if saved is not None and saved["digest"] != self.rows.digest:
@@ -221,7 +222,8 @@ class Run:
                 f"the tokenizer does not fit the model: it has {tokens} tokens, "
                 f"the model's vocabulary has {model.config.vocab_size}"
             )
-        self.loss_options = checkpoint_activations(model) if args.gradient_checkpointing else {}
+        if args.gradient_checkpointing:
+            self.loss_options = checkpoint_activations(model)
         if args.compile:
             check_compiler(self.accelerator.device)
             distributed.compile_model(self.accelerator, model)
