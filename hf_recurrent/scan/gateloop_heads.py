@@ -219,7 +219,7 @@ def gateloop_heads_scan(
     if reset_state is not None:
         check_reset_state(reset_state, (shape[1:],), q, reverse, a.is_complex())
     if update_state:
-        check_updatable(initial_state, state_dtype, [q, k, v, a])
+        check_updatable(initial_state, state_dtype, [x for x in (q, k, v, a, reset_state) if x is not None])
     backend = choose_backend(backend, q.device)
     q, k, v = (x.to(dtype).resolve_neg() for x in (q, k, v))
     a = a.to(state_dtype).resolve_conj().resolve_neg()

@@ -232,6 +232,21 @@ def test_in_place(start):
         assert updated is kept and torch.equal(kept, final) and torch.equal(got, y)
     with pytest.raises(ValueError, match="update_state needs an initial_state"):
         gateloop_heads_scan(*inputs, update_state=True)
+    with pytest.raises(ValueError, match="shares memory with an input"):  # rows of the batch would start from another's
+        gateloop_heads_scan(*inputs, state, reset_state=state[0], update_state=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "cpu"])
+def test_padding_holds_anything(backend):
+    """What is not finite at padding, but for q, which reads the state there too, reaches nothing else."""
+    mask, reset = mask_and_reset(3, 9)
+    inputs = inputs_for(3, 9, 2, 3, 2, torch.float32)
+    for x in inputs[1:4]:
+        x[~mask] = float("nan")
+    leaves = [x.requires_grad_() for x in inputs]
+    y, final = gateloop_heads_scan(*leaves, mask=mask, reset=reset, backend=backend)
+    *grads, grad_state = torch.autograd.grad(y.sum() + final.real.sum(), leaves)
+    assert all(x.isfinite().all() for x in (y, final, grad_state, *(grad[mask] for grad in grads)))
 
 
 def test_forward_mode_says_no():
