@@ -57,10 +57,10 @@ def inputs_for(batch, length, heads, rows, columns, dtype, complex_state=True, s
 
 def run(scan, inputs, weights, start=None):
     """Outputs, final state and the gradients of all inputs, under fixed weights of the outputs."""
-    leaves = [x.detach().clone().requires_grad_() for x in (*inputs, *([] if start is None else [start]))]
+    leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if start is None else [start]))]
     y, final = scan(*leaves[:5], leaves[5] if start is not None else None)
     loss = (y.double() * weights[0]).sum() + (final * weights[1].to(final.dtype)).sum().real
-    return [y, final, *torch.autograd.grad(loss, leaves)]
+    return [y, final, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
 
 
 def compare(inputs, backend, device="cpu", start=None, **options):
