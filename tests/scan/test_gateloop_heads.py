@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from oracle import TOLERANCE, coefficients, mask_and_reset, random
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_recurrent.scan import gateloop_heads_scan
 
@@ -247,6 +248,21 @@ def test_padding_holds_anything(backend):
     y, final = gateloop_heads_scan(*leaves, mask=mask, reset=reset, backend=backend)
     *grads, grad_state = torch.autograd.grad(y.sum() + final.real.sum(), leaves)
     assert all(x.isfinite().all() for x in (y, final, grad_state, *(grad[mask] for grad in grads)))
+
+
+@pytest.mark.parametrize("rows, columns, operator", [(1, 1, "scan"), (4, 1, "scan"), (1, 2, "gateloop_heads")])
+def test_one_column_is_a_linear_scan(rows, columns, operator):
+    """Whose kernels are several times faster where a head is a single number."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        gateloop_heads_scan(*inputs_for(2, 5, 3, rows, columns, torch.float32))
+    assert [x for x in seen if x.namespace == "hf_recurrent"] == [getattr(torch.ops.hf_recurrent, operator).default]
 
 
 def test_forward_mode_says_no():
