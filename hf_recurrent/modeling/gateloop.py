@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from ..scan import gateloop_heads_scan, gateloop_scan
 from ..scan.gateloop import channel_loop
-from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS
+from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS, polar
 from .configuration import RecurrentConfig, at_least, kernel_size, positive
 from .layers import LayerNorm, Linear, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
@@ -139,11 +139,11 @@ class GateLoopMixer(nn.Module):
         if self.polar:
             given = given.unflatten(-1, (-1, self.num_heads, self.head_size))
             size = magnitude(given[:, :, 0])
-            return torch.polar(size, phase(given[:, :, 1])) if self.complex_state else size
+            return polar(size, phase(given[:, :, 1])) if self.complex_state else size
         if not self.complex_state:
             return magnitude(given.abs()).copysign(given).unsqueeze(-1)
         c = torch.view_as_complex(given.unflatten(-1, (self.num_heads, 1, 2)))
-        return torch.polar(magnitude(c.abs()), phase(c.angle()))
+        return polar(magnitude(c.abs()), phase(c.angle()))
 
     def _channels(
         self,

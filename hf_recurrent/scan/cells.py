@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS
+from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS, polar
 from .reference import COMPLEX_STATE_DTYPES, STATE_DTYPES
 
 
@@ -88,7 +88,7 @@ def _transition(kind: str, magnitude: str, phase: str, alpha: Tensor, beta: Tens
     if kind == "real":
         return size
     angle = PHASE_ACTIVATIONS[phase](angle)
-    return torch.complex(size * angle.cos(), size * angle.sin())  # torch.polar's gradient is NaN at a size of zero
+    return polar(size, angle)
 
 
 def _gateloop(kind: str, magnitude: str, phase: str, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,9 +146,21 @@ def discretize(poles: Tensor, step: Tensor, bilinear: bool) -> tuple[Tensor, Ten
     if bilinear:
         inverse = 1 / (1 - z / 2)
         return inverse * (1 + z / 2), inverse * step
-    still = z == 0  # where the quotient is 0 / 0, and its limit is 1
-    quotient = torch.expm1(z) / torch.where(still, 1, z)  # no cancellation at small steps
-    return torch.exp(z), torch.where(still, 1 + z / 2, quotient) * step
+    # (e^z - 1) / z, whose derivative cancels at small steps: there it is its series.
+    small = z.abs() < 0.01
+    near, far = torch.where(small, z, 0), torch.where(small, 1, z)
+    series = 1 + near / 7
+    for n in (6, 5, 4, 3, 2):
+        series = 1 + near / n * series
+    return torch.exp(z), torch.where(small, series, torch.expm1(far) / far) * step
+
+
+def unpadded(driven: Tensor, times: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What enters `coefficients` of a timed cell, with zeros at padding: a NaN there would get into the gradient of the
+    rate, which all positions share."""
+    if mask is None:
+        return driven, times
+    return torch.where(mask[..., None], driven, 0), torch.where(mask, times, 0)
 
 
 def _s5(bilinear: bool, rate: Tensor, times: Tensor, driven: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 computed: what is read and written grows with L (d_k + d_v), never with L d_k d_v.
 
 The compiled kernels recompute the states of the backward pass from checkpoints. In plain PyTorch it is a linear
-recurrence over d_k d_v channels for each head, whose states are materialised.
+recurrence over d_k d_v channels for each head, whose states are materialised; so it is everywhere where d_v is 1.
 """
 
 import functools
@@ -219,11 +219,11 @@ def gateloop_heads_scan(
     if reset_state is not None:
         check_reset_state(reset_state, (shape[1:],), q, reverse, a.is_complex())
     if update_state:
-        check_updatable(initial_state, state_dtype, [q, k, v, a])
+        check_updatable(initial_state, state_dtype, [x for x in (q, k, v, a, reset_state) if x is not None])
     backend = choose_backend(backend, q.device)
     q, k, v = (x.to(dtype).resolve_neg() for x in (q, k, v))
     a = a.to(state_dtype).resolve_conj().resolve_neg()
-    if backend != "cpu":
+    if backend != "cpu" or v.shape[3] == 1:  # whose states are no more than k is: the linear scan's kernels are faster
         y, state = _by_linear_scan(
             linear_scan, q, k, v, a, initial_state,
             mask=mask, reset=reset, reset_state=reset_state,

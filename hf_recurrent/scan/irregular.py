@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import split
-from .cells import S5
+from .cells import S5, unpadded
 from .ops import (
     COMPILED,
     check_mask,
@@ -77,11 +77,14 @@ def s5_scan(
             raise ValueError(f"{name} must have the shape {tuple(shape)}, got {tuple(x.shape)}")
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (driven, rate, times)))
     driven, rate = (x.to(dtype).resolve_conj().resolve_neg() for x in (driven, rate[None, None]))
-    inputs = [rate, times.to(torch.float64 if dtype == torch.complex128 else torch.float32).resolve_neg(), driven]
+    times = times.to(torch.float64 if dtype == torch.complex128 else torch.float32).resolve_neg()
     backend = choose_backend(backend, driven.device)
+    check_mask("mask", mask, driven)
+    check_mask("reset", reset, driven)
     if backend not in COMPILED or split.current_group() or (reset is not None and reset_state is not None):
+        driven, times = unpadded(driven, times, mask)
         return linear_scan(
-            *cell.coefficients(*inputs),
+            *cell.coefficients(rate, times, driven),
             initial_state,
             mask=mask,
             reset=reset,
@@ -93,8 +96,7 @@ def s5_scan(
     if reset_state is not None:
         batch, _, channels = driven.shape
         check_reset_state(reset_state, ((channels,), (batch, channels)), driven, reverse, may_be_complex=True)
-    check_mask("mask", mask, driven)
-    check_mask("reset", reset, driven)
+    inputs = [rate, times, driven]
     state = None if initial_state is None else checked_state(initial_state, driven, dtype)
     flags = step_flags(mask, reset, reverse)
     if update_state:

@@ -183,7 +183,7 @@ def longhorn_scan(
     x, dt, k, q = (tensor.to(dtype) for tensor in (x, dt, k, q))
     if reset_state is not None:
         check_reset_state(reset_state, ((x.shape[2], k.shape[2]),), x, reverse, may_be_complex=False)
-        if reset is not None:
+        if reset is not None and reset_state.numel():
             inputs, mask, reset, places = longhorn_plain.with_starts(x, dt, k, q, mask, reset, reset_state)
             o, state = longhorn_scan(
                 *inputs, given_state, mask=mask, reset=reset, backend=backend, update_state=update_state

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import chunked, longhorn_plain
-from .cells import _gateloop, _mingru, _minlstm, _read_gateloop, _s5, discretize
+from .cells import _gateloop, _mingru, _minlstm, _read_gateloop, _s5, discretize, unpadded
 from .convolution import _short_convolution, state_after
 from .elementwise import _gate, _skip_gelu
 from .gateloop import _channel_loop
@@ -218,6 +218,7 @@ def s5_scan(
     """The states of dh/dt = r h + u at irregular times (arXiv 2208.04933, section 3.2), by zero-order hold ("zoh") or
     the "bilinear" transform; driven: u, (B, L, D) complex; rate: r, (D,) complex; times: (B, L), each position's time
     since the one before; the rest as for `linear_scan`. Returns h, (B, L, D), and the final state."""
+    driven, times = unpadded(driven, times, mask)
     a, b = _s5(discretization == "bilinear", rate, times, driven)
     return _chunked_scan(b.dtype, a, b, initial_state, mask, reset, reset_state, reverse)
 

@@ -35,6 +35,8 @@ def linear_scan_loop(
     batch, length, channels = b.shape
     dtype = STATE_DTYPES[b.dtype]
     a = a.expand(b.shape)
+    if mask is not None:  # a gradient of zero times a NaN at padding would be one
+        a = torch.where(mask[..., None], a, 1)
     state = b.new_zeros(batch, channels, dtype=dtype) if initial_state is None else initial_state
     outputs: list[Tensor] = []
     for t in reversed(range(length)) if reverse else range(length):

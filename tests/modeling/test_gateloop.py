@@ -137,6 +137,15 @@ def test_transitions_at_their_limits_stay_finite(scale):
     assert far > 0.1 if scale > 0 else far == 0
 
 
+def test_gradients_of_transitions_that_all_but_vanish():
+    """|a| below the least normal number, which strong forgetting comes to."""
+    mixer = mixer_of(num_heads=3, magnitude_activation="exponential").float()
+    mixer.transition_proj.bias.data.fill_(4.55)
+    y, _ = mixer(torch.randn(1, 5, 12) / 100, {}, None, None)
+    y.sum().backward()
+    assert all(x.grad.isfinite().all() for x in mixer.parameters())
+
+
 @pytest.mark.parametrize("num_heads", [4, 2])
 @pytest.mark.parametrize(
     "options",

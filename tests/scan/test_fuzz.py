@@ -7,6 +7,7 @@ import os
 
 import oracle
 import pytest
+import test_gateloop_heads
 import test_gateloop_scan
 import test_longhorn_scan
 import test_s5_scan
@@ -139,3 +140,27 @@ def test_longhorn(problem, dtype, backend, m):
     *inputs, state = test_longhorn_scan.inputs_for(batch, length, channels, m, dtype)
     inputs = [laid_out(x, layout) for x, layout in zip(inputs, layouts, strict=True)]
     test_longhorn_scan.compare([*inputs, state], backend, reverse=options["reverse"], mask=mask, reset=reset)
+
+
+@fuzz
+@given(
+    problems(),
+    st.sampled_from([(torch.float32, True), (torch.float32, False), (torch.bfloat16, True), (torch.float64, True)]),
+    st.sampled_from(["chunked", "cpu"]),
+    st.tuples(st.integers(1, 18), st.integers(1, 9), st.integers(1, 18)),
+    st.lists(st.integers(0, 3), max_size=2),
+)
+def test_gateloop_heads_scan(problem, kind, backend, sizes, shared):
+    """Kernels that test_gateloop_heads.py has compiled. `shared`: over which dimensions the transitions are alike."""
+    (batch, length, _), layouts, options, threads, with_start = problem
+    torch.set_num_threads(threads)
+    length = min(length, 80)  # the loop has a state of every position
+    options = {name: x[:, :length] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    *inputs, state = test_gateloop_heads.inputs_for(batch, length, *sizes, *kind, shared)
+    inputs = [
+        laid_out(x.flatten(2), layout).unflatten(2, x.shape[2:]) for x, layout in zip(inputs, layouts, strict=True)
+    ]
+    start = None
+    if with_start and options["reset"] is not None and not options["reverse"]:
+        start = oracle.random(*state.shape[1:], dtype=state.dtype)
+    test_gateloop_heads.compare([*inputs, state], backend, start=start, **options)

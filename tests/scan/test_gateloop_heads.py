@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from oracle import TOLERANCE, coefficients, mask_and_reset, random
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_recurrent.scan import gateloop_heads_scan
 
@@ -57,10 +58,10 @@ def inputs_for(batch, length, heads, rows, columns, dtype, complex_state=True, s
 
 def run(scan, inputs, weights, start=None):
     """Outputs, final state and the gradients of all inputs, under fixed weights of the outputs."""
-    leaves = [x.detach().clone().requires_grad_() for x in (*inputs, *([] if start is None else [start]))]
+    leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if start is None else [start]))]
     y, final = scan(*leaves[:5], leaves[5] if start is not None else None)
     loss = (y.double() * weights[0]).sum() + (final * weights[1].to(final.dtype)).sum().real
-    return [y, final, *torch.autograd.grad(loss, leaves)]
+    return [y, final, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
 
 
 def compare(inputs, backend, device="cpu", start=None, **options):
@@ -232,6 +233,36 @@ def test_in_place(start):
         assert updated is kept and torch.equal(kept, final) and torch.equal(got, y)
     with pytest.raises(ValueError, match="update_state needs an initial_state"):
         gateloop_heads_scan(*inputs, update_state=True)
+    with pytest.raises(ValueError, match="shares memory with an input"):  # rows of the batch would start from another's
+        gateloop_heads_scan(*inputs, state, reset_state=state[0], update_state=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "cpu"])
+def test_padding_holds_anything(backend):
+    """What is not finite at padding, but for q, which reads the state there too, reaches nothing else."""
+    mask, reset = mask_and_reset(3, 9)
+    inputs = inputs_for(3, 9, 2, 3, 2, torch.float32)
+    for x in inputs[1:4]:
+        x[~mask] = float("nan")
+    leaves = [x.requires_grad_() for x in inputs]
+    y, final = gateloop_heads_scan(*leaves, mask=mask, reset=reset, backend=backend)
+    *grads, grad_state = torch.autograd.grad(y.sum() + final.real.sum(), leaves)
+    assert all(x.isfinite().all() for x in (y, final, grad_state, *(grad[mask] for grad in grads)))
+
+
+@pytest.mark.parametrize("rows, columns, operator", [(1, 1, "scan"), (4, 1, "scan"), (1, 2, "gateloop_heads")])
+def test_one_column_is_a_linear_scan(rows, columns, operator):
+    """Whose kernels are several times faster where a head is a single number."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        gateloop_heads_scan(*inputs_for(2, 5, 3, rows, columns, torch.float32))
+    assert [x for x in seen if x.namespace == "hf_recurrent"] == [getattr(torch.ops.hf_recurrent, operator).default]
 
 
 def test_forward_mode_says_no():

@@ -68,6 +68,13 @@ def test_low_precision_keeps_the_start():
     assert y.dtype is torch.bfloat16 and torch.equal(final[0], start[:, None].expand(-1, 2))
 
 
+@pytest.mark.parametrize("channels, m", [(0, 3), (3, 0)])
+def test_longhorn_without_states(channels, m):
+    x, k, reset = torch.rand(2, 5, channels), torch.rand(2, 5, m), torch.ones(2, 5, dtype=torch.bool)
+    o, final = longhorn_scan(x, x, k, k, reset=reset, reset_state=torch.rand(channels, m))
+    assert torch.equal(o, torch.zeros(2, 5, channels)) and final.shape == (2, channels, m)
+
+
 def test_what_cannot_be():
     a = torch.rand(2, 5, 3)
     with pytest.raises(ValueError, match=r"reset_state must have the shape \(3,\) or \(2, 3\), got \(4,\)"):

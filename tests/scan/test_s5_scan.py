@@ -158,6 +158,33 @@ def test_small_steps_are_exact():
         assert (grad.conj() - want).abs() < 3e-7 * want.abs()
 
 
+def test_small_steps_without_kernels():
+    """Where (e^z - 1) / z, as PyTorch would differentiate it, leaves nothing of the gradient but rounding."""
+    driven, rate = torch.ones(1, 1, 1, dtype=DOUBLE), torch.tensor([-0.5 + 3j], dtype=DOUBLE)
+    for t in (0.0, 1e-30, 1e-12, 1e-6, 3e-3, 3.4e-3, 0.1):
+        z = (rate * t).requires_grad_()
+        h, _ = s5_scan(driven, z, torch.ones(1, 1, dtype=torch.float64), backend="chunked")
+        (grad,) = torch.autograd.grad(h.real.sum(), z)
+        want = sum(z.detach() ** k * (k + 1) / math.factorial(k + 2) for k in range(15))
+        assert (grad.conj() - want).abs() < 1e-13 * want.abs(), t
+
+
+@pytest.mark.parametrize("backend", ["cpu", "chunked", "reference"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_padding_holds_anything(backend, value):
+    """What is not finite at padding reaches neither a state nor a gradient."""
+    torch.manual_seed(9)
+    driven, rate, times = problem(3, 9, 4, SINGLE)
+    mask, reset = mask_and_reset(3, 9)
+    driven[~mask], times[~mask] = value, value
+    inputs = [x.requires_grad_() for x in (driven, rate, times)]
+    for options in ({}, {"reverse": True}, {"reset": reset, "reset_state": random(4, dtype=SINGLE)}):
+        for discretization in ("zoh", "bilinear"):
+            h, final = s5_scan(*inputs, mask=mask, backend=backend, discretization=discretization, **options)
+            for x in (h, final, *torch.autograd.grad(h.real.sum() + final.imag.sum(), inputs)):
+                assert x.isfinite().all(), (options, discretization)
+
+
 def test_what_is_not_finite():
     for name, value in (("driven", 0), ("times", 2)):
         inputs = problem(1, 6, 3, SINGLE)
