@@ -211,6 +211,9 @@ def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train_task(training, tmp_path / "run", progress=interrupted_at(1), overwrite=True)
     assert (tmp_path / "run" / "task.json").read_text() == before and [*tmp_path.iterdir()] == [tmp_path / "run"]
+    (tmp_path / "run" / "task-settings.json").rename(tmp_path / "run" / "train.yaml")  # as if it were another kind's
+    with pytest.raises(FileExistsError, match="not written by hf-recurrent train --task: choose another"):
+        train_task(training, tmp_path / "run", overwrite=True)
     with pytest.raises(ValueError, match="--resume needs --output-dir"):
         train_task(training, resume="auto")
 
