@@ -61,9 +61,10 @@ class RunFolder:
                     f"--output-dir {self.path}: not empty, and not written by {self.command}: choose another"
                 )
             if not overwrite:
+                go_on = "" if self.newest_checkpoint() is None else "continue it by --resume, "
                 raise FileExistsError(
-                    f"--output-dir {self.path}: holds an earlier run: continue it by --resume, replace it by "
-                    "--overwrite, or choose another folder"
+                    f"--output-dir {self.path}: holds an earlier run: {go_on}replace it by --overwrite, or choose "
+                    "another folder"
                 )
         try:
             with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=existing(self.path)):

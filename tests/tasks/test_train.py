@@ -58,7 +58,7 @@ def test_the_command_learns_selective_copying(tmp_path, capsys):
     held_out = generate("selective_copying", 200, 0, "validation", length=8, data_tokens=2, vocab_size=6)
     assert measure(model, held_out, 64) == pytest.approx(result["accuracy"])
     assert cli.main(["train", "--task", "selective_copying", *flags]) == 2
-    assert "holds an earlier run: continue it by --resume, replace it by --overwrite" in capsys.readouterr().err
+    assert "holds an earlier run: replace it by --overwrite" in capsys.readouterr().err
 
 
 def test_a_peer_is_trained_alike():
