@@ -89,6 +89,11 @@ def main() -> None:
     for name in ("train", "test", "epochs", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.output is not None:
+        try:
+            args.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--output {args.output}: {error.strerror}")
 
     train = tensors(generate("pendulum", args.train, args.seed), args.device)
     test = tensors(generate("pendulum", args.test, args.seed, "test"), args.device)
@@ -123,7 +128,6 @@ def main() -> None:
             error, minutes = mean_squared_error(model, *test), (time.perf_counter() - started) / 60
             bar.write(f"epoch {epoch}: train {total / args.train:.5f}, test {error:.5f}, {minutes:.1f} min")
     if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
         save_file(model.state_dict(), args.output / "model.safetensors")
         model.backbone.config.save_pretrained(args.output)
 

@@ -118,10 +118,10 @@ def test_as_a_module():
     assert done.stderr.startswith("hf-recurrent: error: --model nowhere: no such folder") and done.stdout == ""
 
 
-def program(path, script):
+def program(path, script, **variables):
     """A program of this name, in a process of its own."""
     path.write_text("import os, signal, sys\n" + script)
-    env = os.environ | {"PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])} | variables
     return subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True)
 
 
@@ -181,6 +181,36 @@ except AttributeError as error:
 """
     done = program(tmp_path / "hf-recurrent", script)
     assert done.stdout == "module 'hf_recurrent' has no attribute 'another'\n", done.stderr
+
+
+def test_commands_find_what_they_import_late(tmp_path, model):
+    """Each as the first command of its process, where no model's class has been imported."""
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x): return x\n" * 40)
+    commands = [
+        f"generate --model {model} --prompt a --max-new-tokens 2 --cpu",
+        f"evaluate perplexity --model {model} --data-files {text} --cpu",
+        f"info --model {model}",
+        f"export {model} {tmp_path / 'exported'} --standalone",
+        f"push {model} me/model",
+        f"train --model {model} --data-files {text} --sequence-length 16 --no-token-cache --cpu --dry-run",
+    ]
+    script = """
+import transformers.trainer  # which takes seconds, and all of them will use
+from hf_recurrent.cli import main
+for command in %r:
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, command
+        continue
+    assert "hf_recurrent.modeling" not in sys.modules
+    status = main(command.split())
+    sys.stdout.flush()
+    os._exit(status if command.split()[0] != "push" else status - 2)
+"""
+    done = program(tmp_path / "hf-recurrent", script % commands, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert "me/model: HF_HUB_OFFLINE is set" in done.stderr  # which is said when the folder has been read
+    assert (tmp_path / "exported" / "modeling_mingru.py").is_file()
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------

@@ -131,6 +131,9 @@ def test_pendulum(tmp_path, capsys):
     model.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
     test = example["tensors"](generate("pendulum", 3, 0, "test"), "cpu")
     assert f"test {example['mean_squared_error'](model, *test):.5f}" in said.splitlines()[-1]
+    with pytest.raises(SystemExit):  # before it has trained
+        run("pendulum", "--output", tmp_path / "model" / "config.json")
+    assert "--output" in (said := capsys.readouterr().err) and "File exists" in said
 
 
 def test_assisted_generation(text, tmp_path, capsys):

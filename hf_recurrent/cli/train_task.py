@@ -49,7 +49,8 @@ examples:
         choices=("newest", "auto"),
         const="newest",
         metavar="auto",
-        help="go on from the newest whole checkpoint in --output-dir; with auto, begin anew where there is none",
+        help="go on from the newest whole checkpoint in --output-dir; with auto, begin anew where there is none; "
+        "where the run has finished, print its result",
     )
     add("--save-steps", type=number(int, 0), default=1000, metavar="N", help="steps between checkpoints; 0: none")
     add("--keep-checkpoints", type=number(int, 1), default=2, metavar="N", help="the newest ones, which are kept")
@@ -107,5 +108,5 @@ def run(argv: list[str]) -> int:
             f"without step_rescale {zero_shot['accuracy_without_rescaling']:.2%}"
         )
     if args.output_dir is not None:
-        print(f"Written: the model and task.json in {args.output_dir}")
+        print(f"The model and task.json are in {args.output_dir}")
     return 0

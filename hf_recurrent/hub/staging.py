@@ -40,7 +40,8 @@ def load(folder: str | Path, what: str = "DIR") -> PreTrainedModel:
     if not Path(folder).is_dir():
         raise ValueError(f"{what} {folder}: no such folder (hf-recurrent pull gets one from the Hub)")
     config = check_folder(str(folder), what)
-    names = {kind.__name__: kind for kind in map(hf_recurrent.__dict__.get, hf_recurrent.__all__) if _is_model(kind)}
+    public = (getattr(hf_recurrent, name) for name in hf_recurrent.__all__)
+    names = {kind.__name__: kind for kind in public if _is_model(kind)}
     name = (config.architectures or ["none"])[0]
     if name not in names:
         raise ValueError(f"{what} {folder}: its config.json names the architecture {name}; known: {', '.join(names)}")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from .layers import Linear
@@ -30,7 +31,8 @@ class LanguageModelHead(Linear):
         """
         if loss is None:
             return super().forward(x)
-        return sum_in_chunks(super().forward, x, labels, loss, chunks, self.weight)
+        known = self.bias is None and not is_parametrized(self)
+        return sum_in_chunks(super().forward, x, labels, loss, chunks, self.weight if known else None)
 
 
 def number_of_chunks(vocab_size: int, hidden_size: int) -> int:
@@ -52,7 +54,7 @@ def sum_in_chunks(
     `labels` (...).
 
     Args:
-        weight: the one parameter of `project`, if that is known.
+        weight: the one parameter of `project` and `loss`, if that is known.
     """
 
     def of_piece(x: Tensor, y: Tensor) -> Tensor:

@@ -601,7 +601,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
                 rows or (B, positions) for each; or a bool mask (B, L), which flattens the logits to (True, vocab_size).
             skip_logits: whether to return the loss without logits, which are then computed for a part of the positions
                 at a time, so that those of all never take memory. A `loss_function` of one's own must be a sum over
-                tokens, divided by `num_items_in_batch`.
+                tokens, divided by `num_items_in_batch`, and have nothing to train.
             kwargs: `num_items_in_batch` (the loss is then the sum over tokens divided by it), `ignore_index` and
                 `shift_labels` (labels that are already shifted) for the loss; the rest as in `RecurrentModel.forward`,
                 as all other arguments.

@@ -24,7 +24,7 @@ class TaskFolder(RunFolder):
     """The folder of a run on a task: the model's files, `task.json`, `task-settings.json`, `curve.jsonl`,
     `checkpoints/`."""
 
-    mark, lines = SETTINGS, CURVE
+    mark, lines, command = SETTINGS, CURVE, "hf-recurrent train --task"
 
 
 @dataclasses.dataclass

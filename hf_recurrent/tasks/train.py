@@ -54,7 +54,7 @@ def train_task(
             checkpoints.
         progress: is told each step's number and loss, and the metric where it was measured.
         resume: "newest" goes on from the newest whole checkpoint in `output`; "auto" too, and begins anew where there
-            is none.
+            is none. Where the same training has come to its end, that is returned, and nothing is done again.
         overwrite: replace an earlier run in `output`, as soon as this one has saved.
         save_steps: between checkpoints; 0 for none, except after an interruption.
         keep_checkpoints: the newest ones, which are kept.
@@ -73,6 +73,8 @@ def train_task(
     folder = None if output is None else TaskFolder(str(output))
     if folder is None and resume:
         raise ValueError("--resume needs --output-dir, where the checkpoints are")
+    if resume and (result := _finished(folder, training)) is not None:
+        return result
     if folder is not None:
         folder.check(overwrite=overwrite, resume=resume)
     goes_on = bool(resume) and folder.newest_checkpoint() is not None
@@ -109,6 +111,16 @@ def train_task(
         if folder is not None:
             _publish(folder, training, run.model, None if stopped else result)
     return result
+
+
+def _finished(folder: TaskFolder, training: TaskTraining) -> dict | None:
+    """What `folder` holds of the same training, if that has come to its end."""
+    try:
+        result = json.loads((folder.path / RESULT).read_text(encoding="utf-8"))
+        wanted = json.loads(settings_text(training))
+        return result if {name: result[name] for name in wanted} == wanted else None
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or not whole
+        return None
 
 
 def _begin(training: TaskTraining, device: torch.device | str) -> Trained:

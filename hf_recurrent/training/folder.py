@@ -22,10 +22,11 @@ FILES = "files.json"  # of a checkpoint: the sizes of its files, by which a dama
 class RunFolder:
     """The folder of one training run: the model's files, `train.yaml`, `metrics.jsonl`, `loss.png`, `checkpoints/`.
 
-    Runs of other kinds have other names for `train.yaml` and `metrics.jsonl`: `mark` and `lines`.
+    Runs of other kinds have other names for `train.yaml` and `metrics.jsonl`: `mark` and `lines`; and `command`, which
+    writes them.
     """
 
-    mark, lines = ARGUMENTS, METRICS
+    mark, lines, command = ARGUMENTS, METRICS, "hf-recurrent train"
 
     def __init__(self, path: str):
         self.path = Path(path)
@@ -57,12 +58,13 @@ class RunFolder:
         elif self._entries() and not (resume == "auto" and self._barely_begun()):
             if not (self.path / self.mark).is_file():
                 raise FileExistsError(
-                    f"--output-dir {self.path}: not empty, and not written by hf-recurrent train: choose another"
+                    f"--output-dir {self.path}: not empty, and not written by {self.command}: choose another"
                 )
             if not overwrite:
+                go_on = "" if self.newest_checkpoint() is None else "continue it by --resume, "
                 raise FileExistsError(
-                    f"--output-dir {self.path}: holds an earlier run: continue it by --resume, replace it by "
-                    "--overwrite, or choose another folder"
+                    f"--output-dir {self.path}: holds an earlier run: {go_on}replace it by --overwrite, or choose "
+                    "another folder"
                 )
         try:
             with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=existing(self.path)):

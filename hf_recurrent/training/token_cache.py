@@ -41,9 +41,9 @@ def tokens_folder() -> Path:
 def entries() -> dict[Path, int]:
     """The folders in the cache, unfinished ones too, and their bytes; those used longest ago come first."""
     found = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    with contextlib.suppress(OSError):  # none yet, or one that may not be read
         for path in tokens_folder().iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another process may be removing it
+            with contextlib.suppress(OSError):  # another process may be removing it
                 if path.is_dir():
                     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
                     found.append((path.stat().st_mtime, path, size))
@@ -62,21 +62,25 @@ def prune(most_bytes: float, used: Iterable[TokenStream]) -> tuple[int, int]:
         How many entries have been removed, and their bytes.
     """
     found = entries()
-    kept = {Path(stream.tokens.filename).parent for stream in used if isinstance(stream.tokens, np.memmap)}
+    # By their names, which are hashes: the cache may be reached by other paths than the one that numpy has resolved.
+    kept = {Path(stream.tokens.filename).parent.name for stream in used if isinstance(stream.tokens, np.memmap)}
     total, removed, freed = sum(found.values()), 0, 0
     for path, size in found.items():
         if path.name.startswith(UNFINISHED):
-            with contextlib.suppress(FileNotFoundError):
-                gone = _last_change(path) < time.time() - ABANDONED and _remove(path)
+            gone = _last_change(path) < time.time() - ABANDONED and _remove(path)
         else:
-            gone = total > most_bytes and path not in kept and _remove_unused(path)
+            gone = total > most_bytes and path.name not in kept and _remove_unused(path)
         if gone:
             total, removed, freed = total - size, removed + 1, freed + size
     return removed, freed
 
 
 def _last_change(folder: Path) -> float:
-    return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+    """When something in it changed; now, where another process is changing it."""
+    try:
+        return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+    except OSError:
+        return time.time()
 
 
 def _remove_unused(folder: Path) -> bool:
@@ -119,6 +123,8 @@ def tokenised(
                 if stream is not None:
                     return stream
         except OSError as error:
+            if (stream := _read(folder)) is not None:  # in a cache that may only be read
+                return stream
             warnings.warn(f"tokens are not kept for later runs: {first_line(error)}", stacklevel=2)
     return concatenate(encode(tokenizer, documents.texts(), description))
 

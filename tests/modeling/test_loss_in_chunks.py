@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import fixed_cross_entropy
 
-from hf_recurrent.modeling.head import number_of_chunks
+from hf_recurrent.modeling.head import LanguageModelHead, number_of_chunks
 
 EXACTLY = {"rtol": 1e-12, "atol": 1e-12}
 WIDE = {"vocab_size": 301}  # four pieces at TINY's hidden_size
@@ -172,6 +172,19 @@ def test_other_heads():
         torch.manual_seed(1)
         results.append(step(adapted, **batch, skip_logits=skip))
     assert results[0][1].keys() == results[1][1].keys() and any("lm_head" in name for name in results[1][1])
+
+
+def test_a_head_with_more_than_its_weight():
+    for change in ("bias", "parametrization"):
+        model = model_of()
+        model.loss_function = loss_in_float64
+        if change == "bias":
+            model.lm_head = LanguageModelHead(TINY["hidden_size"], WIDE["vocab_size"], dtype=torch.float64)
+        else:
+            nn.utils.parametrizations.weight_norm(model.lm_head)
+        assert_same(model, **packed(model.config))
+        model.lm_head.requires_grad_(False)
+        assert_same(model, **packed(model.config))
 
 
 def test_compiled():

@@ -51,14 +51,14 @@ def test_the_command_learns_selective_copying(tmp_path, capsys):
     flags += ["--hidden-size", "32", "--eval-examples", "200", "--output-dir", str(tmp_path / "run"), "--cpu"]
     assert cli.main(["train", "--task", "selective_copying", *flags]) == 0
     said = capsys.readouterr().out
-    assert "step 250: loss" in said and "Written: the model and task.json" in said
+    assert "step 250: loss" in said and "The model and task.json are in" in said
     result = json.loads((tmp_path / "run" / "task.json").read_text())
     assert result["accuracy"] > 0.99  # a guess is right once in four times
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     held_out = generate("selective_copying", 200, 0, "validation", length=8, data_tokens=2, vocab_size=6)
     assert measure(model, held_out, 64) == pytest.approx(result["accuracy"])
     assert cli.main(["train", "--task", "selective_copying", *flags]) == 2
-    assert "holds an earlier run: continue it by --resume, replace it by --overwrite" in capsys.readouterr().err
+    assert "holds an earlier run: replace it by --overwrite" in capsys.readouterr().err
 
 
 def test_a_peer_is_trained_alike():
@@ -182,9 +182,26 @@ def test_the_command_goes_on(tmp_path, capsys, monkeypatch):
     state = tmp_path / "run" / "checkpoints" / "step-00000002" / "state.bin"
     size = state.stat().st_size
     state.write_bytes(b"x" * size)
-    assert cli.main([*flags, "--max-steps", "9", "--resume"]) == 2
+    assert cli.main([*flags, "--max-steps", "10", "--resume"]) == 2
     assert "--resume: " in (said := capsys.readouterr().err) and "cannot be read" in said
     assert json.loads((tmp_path / "run" / "task.json").read_text())["curve"][-1]["step"] == 9
+
+
+@pytest.mark.parametrize("save_steps", [0, 2])
+def test_a_finished_training_is_not_done_again(tmp_path, save_steps):
+    training = TaskTraining("listops", SMALL["listops"], max_steps=3, batch_size=2, eval_examples=2)
+    whole = train_task(training, tmp_path / "run", resume="auto", save_steps=save_steps)
+    weights = (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns
+    for resume in ("auto", "newest"):
+        result = train_task(training, tmp_path / "run", progress=interrupted_at(3), resume=resume)
+        assert result == json.loads(json.dumps(whole))
+    assert (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns == weights
+    longer = dataclasses.replace(training, max_steps=5)
+    if save_steps:
+        assert train_task(longer, tmp_path / "run", resume="newest")["curve"][-1]["step"] == 5
+    else:
+        with pytest.raises(FileNotFoundError, match="--resume: there is no whole checkpoint in"):
+            train_task(longer, tmp_path / "run", resume="newest")
 
 
 def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
@@ -194,6 +211,9 @@ def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train_task(training, tmp_path / "run", progress=interrupted_at(1), overwrite=True)
     assert (tmp_path / "run" / "task.json").read_text() == before and [*tmp_path.iterdir()] == [tmp_path / "run"]
+    (tmp_path / "run" / "task-settings.json").rename(tmp_path / "run" / "train.yaml")  # as if it were another kind's
+    with pytest.raises(FileExistsError, match="not written by hf-recurrent train --task: choose another"):
+        train_task(training, tmp_path / "run", overwrite=True)
     with pytest.raises(ValueError, match="--resume needs --output-dir"):
         train_task(training, resume="auto")
 

@@ -161,7 +161,7 @@ def test_auto_takes_what_a_killed_run_left_and_nothing_else(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no whole checkpoint in"):
         run.check(overwrite=False, resume="newest")
     (path / "model.safetensors").write_text("weights")
-    with pytest.raises(FileExistsError, match="holds an earlier run"):
+    with pytest.raises(FileExistsError, match="holds an earlier run: replace it by --overwrite"):
         run.check(overwrite=False, resume="auto")
     (path / "train.yaml").unlink()
     with pytest.raises(FileExistsError, match="not written by hf-recurrent train"):

@@ -94,6 +94,32 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
         assert len(tokenised(byte_tokenizer(), documents(*TEXTS)).starts) == 3
 
 
+def test_a_cache_that_may_only_be_read(cache):
+    """Root may write everywhere; a folder in the lock's place cannot be locked by it either."""
+    digest = tokenised(byte_tokenizer(), documents(*TEXTS)).digest
+    [folder] = token_cache.entries()
+    folder.with_name(f"{folder.name}.lock").unlink()
+    folder.with_name(f"{folder.name}.lock").mkdir()
+    stream = tokenised(byte_tokenizer(), documents(*TEXTS))
+    assert isinstance(stream.tokens, np.memmap) and stream.digest == digest
+
+
+def test_a_cache_that_cannot_be_read(cache):
+    cache.symlink_to(cache)
+    assert token_cache.entries() == {} and token_cache.prune(0, []) == (0, 0)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_run_keeps_its_own_tokens_in_a_cache_by_another_path(relative, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "cache").symlink_to("disk")
+    monkeypatch.chdir(tmp_path)
+    folder = Path("disk") if relative else tmp_path / "cache"
+    monkeypatch.setattr(token_cache, "cache_folder", lambda: folder)
+    stream, _ = used(folder, *TEXTS)
+    assert token_cache.prune(0, [stream]) == (0, 0) and len(token_cache.entries()) == 1
+
+
 def used(cache, *texts):
     """The stream of a text, and its folder."""
     stream = tokenised(byte_tokenizer(), documents(*texts))
@@ -124,7 +150,9 @@ def test_what_a_killed_process_left_is_removed_after_a_day(cache):
     left = cache / ".unfinished-x" / "entry"
     left.mkdir(parents=True)
     (left / "tokens.bin").write_bytes(bytes(1000))
+    (left / "here").symlink_to("gone")  # as if it were removed while it is looked at
     assert token_cache.prune(1e9, []) == (0, 0)
+    (left / "here").unlink()
     for path in (left / "tokens.bin", left, left.parent):
         os.utime(path, (time.time() - 25 * 3600,) * 2)
     assert token_cache.prune(1e9, []) == (1, 1000)
