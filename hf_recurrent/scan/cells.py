@@ -87,8 +87,7 @@ def _transition(kind: str, magnitude: str, phase: str, alpha: Tensor, beta: Tens
     size = MAGNITUDE_ACTIVATIONS[magnitude](size)
     if kind == "real":
         return size
-    angle = PHASE_ACTIVATIONS[phase](angle)
-    return polar(size, angle)
+    return polar(size, PHASE_ACTIVATIONS[phase](angle))
 
 
 def _gateloop(kind: str, magnitude: str, phase: str, *inputs: Tensor) -> tuple[Tensor, Tensor]:

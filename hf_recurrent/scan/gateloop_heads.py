@@ -13,11 +13,13 @@ from torch import Tensor
 
 from . import cpu, recomputed, split
 from .ops import (
+    as_state,
     check_mask,
     check_reset_state,
     check_split,
     check_tensor,
     check_updatable,
+    checked_state,
     choose_backend,
     linear_scan,
     refuse_forward_mode,
@@ -204,18 +206,11 @@ def gateloop_heads_scan(
     _check(q, k, v, a)
     check_mask("mask", mask, q)
     check_mask("reset", reset, q)
-    shape = (q.shape[0], *q.shape[2:], v.shape[3])
+    sizes = {"batch": q.shape[0], "heads": q.shape[2], "d_k": q.shape[3], "d_v": v.shape[3]}
+    shape = tuple(sizes.values())
     dtype = _dtype(q, k, v, a)
     state_dtype = _state_dtype(dtype, a)
-    if initial_state is not None:
-        check_tensor("initial_state", initial_state, q)
-        if initial_state.shape != shape:
-            raise ValueError(
-                f"initial_state must have the shape (batch, heads, d_k, d_v) = {shape}, got "
-                f"{tuple(initial_state.shape)}"
-            )
-        if initial_state.is_complex() and not a.is_complex():
-            raise TypeError(f"initial_state is {initial_state.dtype}, but the transitions are real")
+    state = checked_state(initial_state, sizes, q, state_dtype, "the transitions are real")
     if reset_state is not None:
         check_reset_state(reset_state, (shape[1:],), q, reverse, a.is_complex())
     if update_state:
@@ -224,38 +219,32 @@ def gateloop_heads_scan(
     q, k, v = (x.to(dtype).resolve_neg() for x in (q, k, v))
     a = a.to(state_dtype).resolve_conj().resolve_neg()
     if backend != "cpu" or v.shape[3] == 1:  # whose states are no more than k is: the linear scan's kernels are faster
-        y, state = _by_linear_scan(
+        y, final = _by_linear_scan(
             linear_scan, q, k, v, a, initial_state,
             mask=mask, reset=reset, reset_state=reset_state,
             reverse=reverse, backend=backend, update_state=update_state,
         )  # fmt: skip
-        return y, initial_state if update_state else state
+        return y, initial_state if update_state else final
     a = a.expand(q.shape)
-    flags = step_flags(mask, reset, reverse)
+    flags, start = step_flags(mask, reset, reverse), as_state(reset_state, state_dtype)
     if update_state:
-        start = _as_state(reset_state, state_dtype)
         y = torch.ops.hf_recurrent.gateloop_heads_(q, k, v, a, initial_state, start, flags, reverse, backend)
         return y, initial_state
-    initial_state, start = (_as_state(x, state_dtype) for x in (initial_state, reset_state))
-    if backend == "cpu" and unobserved(q, k, v, a, initial_state, start):
-        return _forward([q, k, v, a], [initial_state, start], flags, reverse, backend)
-    refuse_forward_mode(q, k, v, a, initial_state, start)
+    if unobserved(q, k, v, a, state, start):
+        return _forward([q, k, v, a], [state, start], flags, reverse, backend)
+    refuse_forward_mode(q, k, v, a, state, start)
 
-    def run(inputs, initial_state):
+    def run(inputs, state):
         q, k, v, a, *start = inputs
         start = start[0] if start else None
-        return torch.ops.hf_recurrent.gateloop_heads(q, k, v, a, initial_state, start, flags, reverse, backend)
+        return torch.ops.hf_recurrent.gateloop_heads(q, k, v, a, state, start, flags, reverse, backend)
 
     inputs = [q, k, v, a] if start is None else [q, k, v, a, start]
     if group := split.current_group():
-        check_split(initial_state, reverse)
+        check_split(state, reverse)
 
         def kept(inputs):
             return split.kept_state(inputs[3].flatten(2), q.shape[1], mask, reset).view(*shape[:3], 1)
 
         return split.scan(group, run, kept, inputs)
-    return run(inputs, initial_state)
-
-
-def _as_state(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else x.to(dtype).resolve_conj().resolve_neg()
+    return run(inputs, state)

@@ -13,12 +13,12 @@ from .ops import (
     check_reset_state,
     check_tensor,
     check_updatable,
+    checked_state,
     choose_backend,
     linear_scan,
     refuse_forward_mode,
     step_flags,
 )
-from .reading import checked_state
 
 
 def s5_scan(
@@ -93,11 +93,11 @@ def s5_scan(
             reset_state=reset_state,
             update_state=update_state,
         )
+    batch, _, channels = driven.shape
     if reset_state is not None:
-        batch, _, channels = driven.shape
         check_reset_state(reset_state, ((channels,), (batch, channels)), driven, reverse, may_be_complex=True)
     inputs = [rate, times, driven]
-    state = None if initial_state is None else checked_state(initial_state, driven, dtype)
+    state = checked_state(initial_state, {"batch": batch, "channels": channels}, driven, dtype)
     flags = step_flags(mask, reset, reverse)
     if update_state:
         check_updatable(initial_state, dtype, inputs)

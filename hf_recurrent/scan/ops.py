@@ -234,6 +234,34 @@ def check_mask(name: str, x: Tensor | None, like: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device}, expected {like.device} as the inputs")
 
 
+def as_state(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A state as the kernels take it."""
+    return None if x is None else x.to(dtype).resolve_conj().resolve_neg()
+
+
+def checked_state(
+    state: Tensor | None, sizes: dict[str, int], like: Tensor, dtype: torch.dtype, because: str = ""
+) -> Tensor | None:
+    """`as_state` of an initial state, if there is one.
+
+    Args:
+        sizes: its shape, by the names of its dimensions.
+        dtype: what the state is carried in; `because`: why that is real, if it is.
+
+    Raises:
+        TypeError, ValueError: it does not fit these; not a tensor, or on another device than `like`.
+    """
+    if state is None:
+        return None
+    check_tensor("initial_state", state, like)
+    names, shape = ", ".join(sizes), tuple(sizes.values())
+    if state.shape != shape:
+        raise ValueError(f"initial_state must have the shape ({names}) = {shape}, got {tuple(state.shape)}")
+    if state.is_complex() and not dtype.is_complex:
+        raise TypeError(f"initial_state is {state.dtype}, but {because}")
+    return as_state(state, dtype)
+
+
 def check_reset_state(x: Tensor, shapes: tuple, like: Tensor, reverse: bool, may_be_complex: bool) -> None:
     """Raises TypeError or ValueError where x is not a `reset_state` of one of `shapes` for `like`."""
     check_tensor("reset_state", x, like)
@@ -324,16 +352,8 @@ def scan(
     # Leading dimensions only: the kernels read broadcast ones through zero strides.
     tensors = [x.to(dtype)[(None,) * (3 - x.dim())].resolve_conj().resolve_neg() for x in tensors]
     state_dtype = STATE_DTYPES[dtype]
-    if initial_state is not None:
-        check_tensor("initial_state", initial_state, last)
-        if initial_state.shape != (batch, channels):
-            raise ValueError(
-                f"initial_state must have the shape (batch, channels) = {(batch, channels)}, "
-                f"got {tuple(initial_state.shape)}"
-            )
-        if initial_state.is_complex() and not state_dtype.is_complex:
-            raise TypeError(f"initial_state is {initial_state.dtype}, but the inputs are real ({dtype})")
-        initial_state = initial_state.to(state_dtype).resolve_conj().resolve_neg()
+    sizes = {"batch": batch, "channels": channels}
+    initial_state = checked_state(initial_state, sizes, last, state_dtype, f"the inputs are real ({dtype})")
     check_mask("mask", mask, last)
     check_mask("reset", reset, last)
     if update_state:

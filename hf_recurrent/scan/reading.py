@@ -16,6 +16,7 @@ from .ops import (
     check_mask,
     check_tensor,
     check_updatable,
+    checked_state,
     choose_backend,
     linear_scan,
     refuse_forward_mode,
@@ -194,9 +195,8 @@ def gateloop_scan(
         return cell.read(*inputs, h).to(dtype), final
     check_mask("mask", mask, q)
     check_mask("reset", reset, q)
-    state = initial_state
-    if state is not None:
-        state = checked_state(state, q, cell.state_dtype(dtype))
+    sizes = {"batch": q.shape[0], "channels": q.shape[2]}
+    state = checked_state(initial_state, sizes, q, cell.state_dtype(dtype), "the transitions are real")
     flags = step_flags(mask, reset, reverse)
     if update_state:
         check_updatable(initial_state, cell.state_dtype(dtype), inputs)
@@ -207,13 +207,3 @@ def gateloop_scan(
     keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, state))
     y, _, final = torch.ops.hf_recurrent.read_scan(cell.name, inputs, state, flags, reverse, keeps, backend)
     return y, final
-
-
-def checked_state(state: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
-    check_tensor("initial_state", state, q)
-    if state.shape != (q.shape[0], q.shape[2]):
-        want = (q.shape[0], q.shape[2])
-        raise ValueError(f"initial_state must have the shape (batch, channels) = {want}, got {tuple(state.shape)}")
-    if state.is_complex() and not dtype.is_complex:
-        raise TypeError(f"initial_state is {state.dtype}, but the transitions are real")
-    return state.to(dtype).resolve_conj().resolve_neg()
