@@ -9,9 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..files import saving
-from ..training.checkpoints import compare_versions, versions
+from ..training.checkpoints import compare_versions, reading, versions
 from ..training.folder import RunFolder
-from ..training.loop import reading
 from .settings import TaskTraining
 
 SETTINGS, CURVE = "task-settings.json", "curve.jsonl"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from ..files import write_whole
 from ..hub.code import write_code
 from ..measure import machine
-from ..training.loop import interrupts
+from ..training.signals import interrupts
 from . import TASKS, generate
 from .checkpoints import TaskFolder, Trained, load, save, settings_text
 from .measures import answers, at_half_rate, measure, tensors

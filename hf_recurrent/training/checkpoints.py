@@ -1,9 +1,11 @@
 """What a checkpoint says of the programs that wrote it, and weights in it that any number of processes can load, whole
 or in shards."""
 
+import contextlib
 import pickle
 import platform
 import warnings
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
 from .. import __version__
+from ..messages import first_line
 
 
 def versions() -> dict[str, str]:
@@ -33,6 +36,15 @@ def compare_versions(then: dict[str, str], checkpoint: Path) -> None:
         warnings.warn(
             f"{checkpoint} was written with {', '.join(differing)}: the run may differ in the last digits", stacklevel=2
         )
+
+
+@contextlib.contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Turns whatever a damaged checkpoint raises into one ValueError that names it."""
+    try:
+        yield
+    except Exception as error:  # torch, pickle, json and the system raise their own kinds
+        raise ValueError(f"--resume: {checkpoint} cannot be read: {first_line(error)}") from error
 
 
 def without_wrapper(accelerator: Accelerator) -> None:

@@ -5,11 +5,9 @@ import dataclasses
 import json
 import math
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import saving, write_whole
 from ..hub.code import write_code
-from ..messages import counted, first_line
+from ..messages import counted
 from ..modeling.configuration import RecurrentConfig
 from ..modeling.model import IGNORED
 from . import checkpoints, costs, distributed
@@ -37,6 +35,7 @@ from .model import check_folder, checkpoint_activations, create_model, load_mode
 from .optimizer import create_optimizer, learning_rate_ratio
 from .prefetch import Prefetcher
 from .report import Baselines, baselines, plot_loss, table
+from .signals import interrupts
 from .sources import load_corpus
 from .tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from .tokens import largest_id
@@ -163,7 +162,7 @@ class Run:
         )
         checkpoints.without_wrapper(self.accelerator)
         if checkpoint is not None:
-            with reading(checkpoint):
+            with checkpoints.reading(checkpoint):
                 checkpoints.load(self.accelerator, self.model, self.optimizer, checkpoint, saved["processes"])
             if saved["processes"] != self.processes:  # each of them has its own randomness, and there are others now
                 set_seed(train_args.seed + self.state.step, device_specific=True)
@@ -429,7 +428,7 @@ class Run:
 
     def _read_state(self, checkpoint: Path) -> dict:
         """What `state.json` holds, once the checkpoint is known to belong to this run."""
-        with reading(checkpoint):
+        with checkpoints.reading(checkpoint):
             saved = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
             then = yaml.safe_load((checkpoint / ARGUMENTS).read_text(encoding="utf-8"))
         if saved["format"] != CHECKPOINT_FORMAT:
@@ -670,15 +669,6 @@ def number(value: torch.Tensor | float | None) -> float | str | None:
     return value if math.isfinite(value) else str(value)
 
 
-@contextlib.contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
-    """Turns whatever a damaged checkpoint raises into one ValueError that names it."""
-    try:
-        yield
-    except Exception as error:  # torch, pickle, json and the system raise their own kinds
-        raise ValueError(f"--resume: {checkpoint} cannot be read: {first_line(error)}") from error
-
-
 def check_compiler(device: torch.device) -> None:
     """Make sure that torch.compile works here, before any training.
 
@@ -690,29 +680,3 @@ def check_compiler(device: torch.device) -> None:
     except Exception as error:  # inductor wraps whatever its compiler raised
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"--compile: torch.compile does not work here: {reason}") from error
-
-
-@contextlib.contextmanager
-def interrupts() -> Iterator[Callable[[], int]]:
-    """Notes SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once. Yields a function that gives the
-    first one's number, or 0."""
-    seen = 0
-
-    def note(number, frame):
-        nonlocal seen
-        if seen:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            return  # `accelerate launch` sends SIGTERM too, to the processes that Ctrl-C has reached
-        seen = number
-        tqdm.write("stopping after this step (Ctrl-C again: at once, without saving)", file=sys.stderr)
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield lambda: 0
-        return
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
