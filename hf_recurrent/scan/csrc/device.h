@@ -19,6 +19,8 @@ typedef long long Index;  // of elements: tensors may have more than 2^31
 
 #define HFR_DEVICE __device__ __forceinline__
 
+constexpr int kWarp = 32;
+
 // A (batch, length, channels) tensor: strides in elements.
 template <class T>
 struct View {
@@ -48,5 +50,92 @@ struct Work {
     if (end > length) end = length;
   }
 };
+
+// What the kernels of cells with more than a number to a channel begin with, as hf_recurrent.scan.cuda_kernels.Scan has it.
+template <class State>
+struct Scan {
+  Index batch, length, channels, reverse;
+  const unsigned char* flags;  // (batch, length), or null
+  Index segments, segment_length;
+  State *products, *sums;  // (segments, batch, one row's state): what each segment but one makes of a state
+  unsigned char* cuts;     // (segments, batch)
+
+  HFR_DEVICE Index position(Index step) const { return reverse ? length - 1 - step : step; }
+
+  // Past the end of what is walked all is padding.
+  HFR_DEVICE unsigned char flag(Index b, Index step, Index end) const {
+    return step >= end ? kMasked : flags ? flags[b * length + position(step)] : 0;
+  }
+};
+
+// Arguments of kernels are pointers and 64-bit integers only.
+#define HFR_SCAN                                                                                                     \
+  Index batch, Index length, Index channels, Index reverse, const unsigned char *flags, Index segments,             \
+      Index segment_length, State *products, State *sums, unsigned char *cuts
+#define HFR_SCAN_ARGUMENTS \
+  { batch, length, channels, reverse, flags, segments, segment_length, products, sums, cuts }
+
+// The state (or its gradient) that enters a segment, from what the segments from `first` on, up to it, make of `s`. `place`
+// reads and writes one thread's n numbers of a state.
+template <class Place, class Problem, class State, int n>
+HFR_DEVICE void enter_segment(const Problem& p, const Place& place, Index b, Index first, Index segment, State (&s)[n]) {
+  for (Index other = first; other != segment; other += first < segment ? 1 : -1) {
+    const Index row = other * p.batch + b;
+    State product[n], sum[n];
+    place.read(p, p.products, row, product);
+    place.read(p, p.sums, row, sum);
+#pragma unroll
+    for (int i = 0; i < n; ++i) s[i] = passed_on(s[i], product[i], sum[i], p.cuts[row]);
+  }
+}
+
+template <class Place, class Problem, class State, int n>
+HFR_DEVICE void leave_segment(const Problem& p, const Place& place, Index b, Index segment, const State (&product)[n],
+                              const State (&sum)[n], bool cut) {
+  const Index row = segment * p.batch + b;
+  place.write(p, product, p.products, row);
+  place.write(p, sum, p.sums, row);
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.cuts[row] = cut;
+}
+
+// In all threads of the block.
+template <class State, int n>
+HFR_DEVICE bool all_finite(const State (&s)[n]) {
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < n; ++i) finite = finite && is_finite(s[i]);
+  return __syncthreads_and(finite);
+}
+
+template <class State, int n>
+HFR_DEVICE void fill(State (&s)[n], State value) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) s[i] = value;
+}
+
+// Sums v over the lanes of a warp that differ in the bits from `least` to below `end`. Halves are exchanged, so that each
+// thread ends with n of the N sums (N a power of two), from `first` on, in v[0 ... n): (N - n) shuffles in place of N for each
+// doubling. Those that `write` hold all sums once.
+template <int least, int end, int N, class Real>
+HFR_DEVICE void sum_over_lanes(Real (&v)[N], int& first, int& n, bool& write) {
+  first = 0, n = N, write = true;
+#pragma unroll
+  for (int lanes = end / 2; lanes >= least; lanes /= 2) {
+    const bool upper = threadIdx.x & lanes;
+    if (n > 1) {
+      n /= 2;
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) {
+        if (i >= n) break;
+        const Real send = upper ? v[i] : v[i + n], keep = upper ? v[i + n] : v[i];
+        v[i] = keep + __shfl_xor_sync(0xffffffffu, send, lanes);
+      }
+      if (upper) first += n;
+    } else {
+      v[0] += __shfl_xor_sync(0xffffffffu, v[0], lanes);
+      write = write && !upper;
+    }
+  }
+}
 
 }  // namespace hfr

@@ -27,20 +27,13 @@ constexpr int kPadded = kLanes * kPer;  // states past m have keys and queries o
 constexpr int kChannels = kThreads / kLanes;
 constexpr int kSteps = kPer <= 4 ? 8 : 4;  // so that a tile's states fit into registers beside all else
 constexpr int kBlocks = kPer * sizeof(State) <= 16 ? 3 : kPer * sizeof(State) <= 32 ? 2 : 1;  // to a multiprocessor, at least
-constexpr int kWarp = 32, kWarps = kThreads / kWarp;
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kElements = (kSteps * kChannels + kThreads - 1) / kThreads;  // of a tile of x, to a thread
 constexpr int kKeys = (kSteps * kStates + kThreads - 1) / kThreads;        // of a tile of k, to a thread
 static_assert(kPadded >= kStates, "at most 128 states");
 
-struct Problem {
-  Index batch, length, channels, reverse;
-  const unsigned char* flags;  // (batch, length), or null
-  Index segments, segment_length;
-  State *products, *sums;  // (segments, batch, channels, m): what each segment but one makes of a state
-  unsigned char* cuts;     // (segments, batch)
+struct Problem : Scan<State> {
   View<T> x, dt, k, q;
-
-  HFR_DEVICE Index position(Index step) const { return reverse ? length - 1 - step : step; }
 };
 
 struct alignas(16) Shared {
@@ -83,9 +76,7 @@ struct Tile {
       k[i] = p.k.data[b * p.k.b + t * p.k.l + j * p.k.d];
       if (reads) q[i] = p.q.data[b * p.q.b + t * p.q.l + j * p.q.d];
     }
-    const Index mine = start + threadIdx.x;
-    flag = kMasked;
-    if (threadIdx.x < kSteps && mine < end) flag = p.flags ? p.flags[b * p.length + p.position(mine)] : 0;
+    if (threadIdx.x < kSteps) flag = p.flag(b, start + threadIdx.x, end);
   }
 
   // Into shared memory, ready to be walked. slope: for each of this thread's elements, that of its rate over dt.
@@ -150,40 +141,7 @@ struct Place {
       if (d < p.channels && j < kStates) to[(row * p.channels + d) * kStates + j] = s[i];
     }
   }
-
-  // The state (or its gradient) that enters a segment, from what the segments from `first` on, up to it, make of `given`.
-  HFR_DEVICE void enter(const Problem& p, Index b, Index first, Index segment, State (&s)[kPer]) const {
-    for (Index other = first; other != segment; other += first < segment ? 1 : -1) {
-      const Index row = other * p.batch + b;
-      State product[kPer], sum[kPer];
-      read(p, p.products, row, product);
-      read(p, p.sums, row, sum);
-#pragma unroll
-      for (int i = 0; i < kPer; ++i) s[i] = passed_on(s[i], product[i], sum[i], p.cuts[row]);
-    }
-  }
-
-  HFR_DEVICE void leave(const Problem& p, Index b, Index segment, const State (&product)[kPer], const State (&sum)[kPer],
-                        bool cut) const {
-    const Index row = segment * p.batch + b;
-    write(p, product, p.products, row);
-    write(p, sum, p.sums, row);
-    if (lane == 0 && d == 0) p.cuts[row] = cut;
-  }
 };
-
-HFR_DEVICE bool all_finite(const State (&s)[kPer]) {
-  bool finite = true;
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) finite = finite && is_finite(s[i]);
-  return __syncthreads_and(finite);
-}
-
-template <class S>
-HFR_DEVICE void fill(S (&s)[kPer], S value) {
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) s[i] = value;
-}
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
@@ -257,35 +215,11 @@ HFR_DEVICE void forward_segments(const Problem& p, Shared& shared) {
       }
       __syncthreads();
     }
-    place.leave(p, work.b, work.segment, product, s, cut);
+    leave_segment(p, place, work.b, work.segment, product, s, cut);
   }
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------------
-
-// Sums v over the channels of the warp. Halves are exchanged, so that each thread ends with n of the N sums, from `first` on,
-// in v[0 ... n): (N - n) shuffles in place of N for each doubling. Those that `write` hold all sums once.
-template <int N>
-HFR_DEVICE void sum_over_channels(State (&v)[N], int& first, int& n, bool& write) {
-  first = 0, n = N, write = true;
-#pragma unroll
-  for (int lanes = kWarp / 2; lanes >= kLanes; lanes /= 2) {
-    const bool upper = threadIdx.x & lanes;
-    if (n > 1) {
-      n /= 2;
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) {
-        if (i >= n) break;
-        const State send = upper ? v[i] : v[i + n], keep = upper ? v[i + n] : v[i];
-        v[i] = keep + __shfl_xor_sync(0xffffffffu, send, lanes);
-      }
-      if (upper) first += n;
-    } else {
-      v[0] += __shfl_xor_sync(0xffffffffu, v[0], lanes);
-      write = write && !upper;
-    }
-  }
-}
 
 struct Gradients {
   T *x, *dt;      // (batch, length, channels)
@@ -383,7 +317,7 @@ HFR_DEVICE void walk_back(const Problem& p, Shared& shared, const Place& place, 
       }
       int first, n;
       bool write;
-      sum_over_channels(v, first, n, write);
+      sum_over_lanes<kLanes, kWarp>(v, first, n, write);
 #pragma unroll
       for (int i = 0; i < 2 * kPer; ++i) {
         if (i >= n || !write) break;
@@ -438,22 +372,19 @@ HFR_DEVICE void backward_segments(const Problem& p, Shared& shared, const View<T
       }
       __syncthreads();
     }
-    place.leave(p, work.b, work.segment, product, carry, cut);
+    leave_segment(p, place, work.b, work.segment, product, carry, cut);
   }
 }
 
 // ---- the kernels -----------------------------------------------------------------------------------------------------
 
-// Arguments are pointers and 64-bit integers only.
 #define HFR_PROBLEM                                                                                                       \
-  Index batch, Index length, Index channels, Index reverse, const unsigned char *flags, Index segments,                  \
-      Index segment_length, State *products, State *sums, unsigned char *cuts, const T *x, Index x_b, Index x_l,         \
-      Index x_d, const T *dt, Index dt_b, Index dt_l, Index dt_d, const T *k, Index k_b, Index k_l, Index k_d, const T *q, \
-      Index q_b, Index q_l, Index q_d
+  HFR_SCAN, const T *x, Index x_b, Index x_l, Index x_d, const T *dt, Index dt_b, Index dt_l, Index dt_d, const T *k,     \
+      Index k_b, Index k_l, Index k_d, const T *q, Index q_b, Index q_l, Index q_d
 #define HFR_DESCRIBE                                                                                                       \
   __shared__ Shared shared;                                                                                                \
-  const Problem p = {batch,    length, channels, reverse,           flags,                 segments,          segment_length, \
-                     products, sums,   cuts,     {x, x_b, x_l, x_d}, {dt, dt_b, dt_l, dt_d}, {k, k_b, k_l, k_d}, {q, q_b, q_l, q_d}};
+  const Problem p = {                                                                                                      \
+      HFR_SCAN_ARGUMENTS, {x, x_b, x_l, x_d}, {dt, dt_b, dt_l, dt_d}, {k, k_b, k_l, k_d}, {q, q_b, q_l, q_d}};
 #define HFR_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 
 HFR_KERNEL longhorn_forward_segments(HFR_PROBLEM) {
@@ -470,7 +401,7 @@ HFR_KERNEL longhorn_forward(HFR_PROBLEM, T* o, State* checkpoints, const State* 
     const Work work(item, p.length, p.segments, p.segment_length);
     State s[kPer];
     place.read(p, initial, work.b, s);
-    place.enter(p, work.b, 0, work.segment, s);
+    enter_segment(p, place, work.b, 0, work.segment, s);
     Index start = work.begin;
     // As in scan_cuda.cu: what is not finite is not known from the products of segments.
     if (work.segment > 0 && !all_finite(s)) {
@@ -500,7 +431,7 @@ HFR_KERNEL longhorn_backward(HFR_PROBLEM, const T* grad_o, Index g_b, Index g_l,
     const Work work(item, p.length, p.segments, p.segment_length);
     State carry[kPer];
     place.read(p, grad_final, work.b, carry);
-    place.enter(p, work.b, p.segments - 1, work.segment, carry);
+    enter_segment(p, place, work.b, p.segments - 1, work.segment, carry);
     Index end = work.end;
     if (work.end < p.length && !all_finite(carry)) {
       end = p.length;
