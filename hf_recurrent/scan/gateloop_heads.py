@@ -2,7 +2,8 @@
 computed: what is read and written grows with L (d_k + d_v), never with L d_k d_v.
 
 The compiled kernels recompute the states of the backward pass from checkpoints. In plain PyTorch it is a linear
-recurrence over d_k d_v channels for each head, whose states are materialised; so it is everywhere where d_v is 1.
+recurrence over d_k d_v channels for each head, whose states are materialised; so it is everywhere where d_v is 1, and
+on a GPU where d_k is more than the kernels hold.
 """
 
 import functools
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import cpu, recomputed, split
+from . import cpu, gateloop_heads_cuda, recomputed, split
 from .ops import (
     as_state,
     check_mask,
@@ -111,6 +112,8 @@ def _run(backwards: bool, q, k, v, a, flags, reverse, y, state, start, initial, 
 
 
 def _forward(inputs, states, flags, reverse, backend, final: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    if backend == "cuda":
+        return gateloop_heads_cuda.forward(*inputs, *states, flags, reverse, final)
     q, k, v, a = inputs
     initial, start = (None if x is None else x.contiguous() for x in states)
     y, state = _empty(*inputs)
@@ -128,6 +131,8 @@ def _forward(inputs, states, flags, reverse, backend, final: Tensor | None = Non
 
 
 def _backward(inputs, states, flags, grad_y, grad_final, reverse, backend) -> tuple[Tensor, ...]:
+    if backend == "cuda":
+        return gateloop_heads_cuda.backward(*inputs, *states, flags, grad_y, grad_final, reverse)
     q, k, v, a = inputs
     initial, start = (None if x is None else x.contiguous() for x in states)
     state = grad_final.clone(memory_format=torch.contiguous_format)
@@ -146,6 +151,11 @@ def _backward(inputs, states, flags, grad_y, grad_final, reverse, backend) -> tu
 
 
 recomputed.define("gateloop_heads", ["q", "k", "v", "a"], ["initial_state", "start"], _forward, _backward, _empty)
+
+
+def _has_kernel(backend: str, rows: int, columns: int) -> bool:
+    """Of one column, whose states are no more than k is, the linear scan's kernels are faster."""
+    return columns != 1 and (backend == "cpu" or (backend == "cuda" and rows <= gateloop_heads_cuda.MAX_ROWS))
 
 
 # ---- the function ----------------------------------------------------------------------------------------------------
@@ -194,7 +204,7 @@ def gateloop_heads_scan(
         mask, reset, reverse, update_state: as for `linear_scan`; at padding, y reads the unchanged state.
         reset_state: the state that documents start from, (heads, d_k, d_v); zero when absent. Not with `reverse`.
         backend: "reference", "chunked", "cpu" or "cuda"; None picks the fastest that can run. The first two
-            materialise the states of all positions.
+            materialise the states of all positions; so does "cuda" where d_k is above 128.
 
     Returns:
         y, (B, L, heads, d_v) in the promoted dtype of q, k and v, and final_state, (B, heads, d_k, d_v), float32, or
@@ -218,7 +228,7 @@ def gateloop_heads_scan(
     backend = choose_backend(backend, q.device)
     q, k, v = (x.to(dtype).resolve_neg() for x in (q, k, v))
     a = a.to(state_dtype).resolve_conj().resolve_neg()
-    if backend != "cpu" or v.shape[3] == 1:  # whose states are no more than k is: the linear scan's kernels are faster
+    if not _has_kernel(backend, q.shape[3], v.shape[3]):
         y, final = _by_linear_scan(
             linear_scan, q, k, v, a, initial_state,
             mask=mask, reset=reset, reset_state=reset_state,

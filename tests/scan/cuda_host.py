@@ -4,7 +4,7 @@ import ctypes
 import subprocess
 from pathlib import Path
 
-from hf_recurrent.scan import cpu, cuda, cuda_kernels, kernel_cache, longhorn
+from hf_recurrent.scan import cpu, cuda, cuda_kernels, gateloop_heads, kernel_cache, longhorn
 
 SHIM = Path(__file__).parent
 FLAGS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{SHIM}"]
@@ -16,6 +16,12 @@ ENTRIES = {
         "longhorn_forward",
         "longhorn_backward_segments",
         "longhorn_backward",
+    ],
+    "gateloop_heads_cuda": [
+        "gateloop_heads_forward_segments",
+        "gateloop_heads_forward",
+        "gateloop_heads_backward_segments",
+        "gateloop_heads_backward",
     ],
 }
 
@@ -64,4 +70,5 @@ class Host:
         patch(cuda_kernels, "multiprocessors", lambda device: self.multiprocessors)
         for name in ("forward", "run_forward", "backward"):
             patch(cpu, name, getattr(cuda, name))
-        patch(longhorn, "choose_backend", lambda backend, device: "cuda")
+        for module in (longhorn, gateloop_heads):
+            patch(module, "choose_backend", lambda backend, device: "cuda")

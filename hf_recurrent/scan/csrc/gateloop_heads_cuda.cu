@@ -1,0 +1,595 @@
+// GateLoop's loops for GPUs where a head has d_k x d_v states. A thread has kPer columns of one row of a head's state in
+// registers; kColumnLanes such threads side by side have the row, kRowLanes times as many the head, or a slice of its
+// columns where it is large. A block has several heads, where they are small, and walks time in tiles of kSteps positions:
+// the inputs go through shared memory, while the next tile's loads are in flight. The sums over rows (y and the gradient of
+// v) and over columns (the gradients of q, k and a) are formed within warps, then over the warps of a head, then over
+// slices, always in the same order. Nothing of the size batch x length x heads x d_k x d_v is ever written: backward starts
+// each tile from a checkpoint of the state before it, recomputes the tile's states into registers, and walks it back.
+//
+// For each head and position with complex states, float32 (bfloat16): forward moves 8 bytes of a and 8 (4) of q and k for
+// each row and 8 (4) of v and y for each column; backward, with the walk that makes the checkpoints, twice that and the
+// gradients, and d_k d_v 16 / kSteps bytes of checkpoints. A state is 6 operations forward, 22 backward, and with shuffles,
+// addresses and choices about twice that:
+//   d_k = d_v =  8: forward  192 (128) bytes,    800 instructions; backward   640 (448) bytes,   2800
+//               16:          384 (256) bytes,   3000;                       1.5 (1.1) KiB,      11000
+//               64:          1.5 (1) KiB,      49000;                      11.3 (9.8) KiB,     180000
+// A GPU that runs 8 instructions for each byte that its memory moves is bound by memory at 8 and 16, by arithmetic at 64.
+// Registers of a thread, backward: 2 kSteps kPer = 64 for the tile's states, 8 each for the state before it and the
+// gradient, up to 48 for the next tile's inputs.
+//
+// Compiled by NVRTC for what q, k and v hold, HFR_TYPE, the state, HFR_STATE, the sizes of a head, HFR_ROWS and HFR_COLUMNS,
+// and the division of its states that hf_recurrent.scan.gateloop_heads_cuda has chosen.
+#include "device.h"
+
+using namespace hfr;
+
+typedef HFR_TYPE T;
+typedef StateOf<T>::type Real;
+typedef HFR_STATE State;  // Real, or Complex<Real>
+typedef HeadCell<State, Real> Cell;
+
+constexpr int kRows = HFR_ROWS, kColumns = HFR_COLUMNS;
+constexpr int kRowLanes = HFR_ROW_LANES, kColumnLanes = HFR_COLUMN_LANES, kPer = HFR_PER;  // powers of two
+constexpr int kSteps = HFR_STEPS, kTiles = HFR_TILES;  // of a tile; from one checkpoint to the next
+constexpr int kSlice = kColumnLanes * kPer, kSlices = (kColumns + kSlice - 1) / kSlice;
+constexpr int kHead = kRowLanes * kColumnLanes;  // threads of a head, or of a slice of one
+constexpr int kThreads = HFR_THREADS, kHeads = kThreads / kHead;
+constexpr int kWarps = kHead > kWarp ? kHead / kWarp : 1;  // of a head
+constexpr int kBlockRows = kHeads * kRowLanes, kBlockColumns = kHeads * kSlice;
+constexpr int kRowElements = (kSteps * kBlockRows + kThreads - 1) / kThreads;  // of a tile, to a thread
+constexpr int kColumnElements = (kSteps * kBlockColumns + kThreads - 1) / kThreads;
+constexpr bool kFull = kRows == kRowLanes && kColumns == kSlices * kSlice;  // every thread has states
+constexpr int kWide = !kFull || !HFR_WIDE ? 1 : kPer * (int)sizeof(State) > 16 ? 16 / (int)sizeof(State) : kPer;
+constexpr int kForwardBlocks = sizeof(State) > 8 ? 1 : kThreads > 128 ? 2 : 4;  // to a multiprocessor, at least
+constexpr int kBackwardBlocks = kThreads > 128 || sizeof(State) > 8 ? 1 : 2;
+static_assert(kRowLanes >= kRows && kHeads * kHead == kThreads, "a thread for each row");
+static_assert(kThreads % kBlockRows == 0 && kThreads % kBlockColumns == 0, "a thread loads one row and one column");
+
+// Of a sum over the rows' gradients only a slice is known here, unless there is but one.
+template <int slices> struct RowGradient { typedef Real type; };
+template <> struct RowGradient<1> { typedef T type; };
+typedef RowGradient<kSlices>::type Gradient;
+
+typedef Vector<State, 1> Number;
+typedef Vector<State, kWide> Pack;  // states as they are read and written at once
+typedef Vector<Real, kPer> Columns;
+
+// (batch, length, heads, rows or columns): strides in elements.
+template <class U>
+struct Heads {
+  const U* data;
+  Index b, l, h, d;
+
+  HFR_DEVICE const U* at(Index row, Index head, Index i) const { return data + row * b + head * h + i * d; }
+};
+
+struct Problem : Scan<State> {  // `channels` are heads
+  const State* start;           // (heads, rows, columns), what documents start from, or null
+  Heads<T> q, k, v;
+  Heads<Number> a;
+};
+
+// The numbers of a row, or their gradients.
+struct alignas(4 * sizeof(Real)) Row {
+  Real a[2], k, q;
+};
+HFR_DEVICE void join(const Real (&parts)[2], Real& x) { x = parts[0]; }
+HFR_DEVICE void join(const Real (&parts)[2], Complex<Real>& x) { x = {parts[0], parts[1]}; }
+HFR_DEVICE void part(Real x, Real& re, Real& im) { re = x, im = Real(0); }
+HFR_DEVICE void part(Complex<Real> x, Real& re, Real& im) { re = x.re, im = x.im; }
+
+struct Shared {
+  Row rows[kSteps][kBlockRows];
+  Columns v[kSteps][kBlockColumns / kPer];
+  Real sums[kSteps][kHeads][kWarps][kSlice];  // over the rows of a warp: of y, or backward of the gradient of v
+  unsigned char flags[kSteps];
+};
+
+struct BackwardShared : Shared {
+  Columns grad[kSteps][kBlockColumns / kPer];
+  Row grads[kSteps][kBlockRows];
+};
+static_assert(sizeof(BackwardShared) <= 48 * 1024, "what a block may have");
+
+// The i-th element of a tile that this thread loads or stores: its position in the tile, and which of a block's rows or
+// columns, always the same, it is.
+template <int n>
+struct Element {
+  int index;
+  Index head;
+
+  HFR_DEVICE Element()
+      : index(threadIdx.x % n), head((Index)(blockIdx.x / kSlices) * kHeads + index / (n / kHeads)) {}
+  HFR_DEVICE static int step(int i) { return (i * kThreads + (int)threadIdx.x) / n; }
+  HFR_DEVICE int in_head() const { return index % (n / kHeads); }
+};
+typedef Element<kBlockRows> RowElement;
+
+struct ColumnElement : Element<kBlockColumns> {
+  HFR_DEVICE int column() const { return (int)(blockIdx.x % kSlices) * kSlice + in_head(); }
+};
+
+// ---- a tile of the inputs --------------------------------------------------------------------------------------------
+
+// What a tile is read for: the state's way (a, k, v), the readout (q), its gradient (a, q, grad_y), or more of them.
+template <bool pushes, bool reads, bool grads>
+struct Tile {
+  T k[kRowElements], q[kRowElements], v[kColumnElements], grad[kColumnElements];
+  Number a[kRowElements];
+  unsigned char flag;
+
+  HFR_DEVICE void fetch(const Problem& p, const Heads<T>& grad_y, Index b, Index start, Index end) {
+    const RowElement row;
+    const ColumnElement column;
+    const bool is_row = row.head < p.channels && row.in_head() < kRows;
+    const bool is_column = column.head < p.channels && column.column() < kColumns;
+    const Number* const a_at = p.a.at(b, row.head, row.in_head());
+    const T* const k_at = p.k.at(b, row.head, row.in_head());
+    const T* const q_at = p.q.at(b, row.head, row.in_head());
+    const T* const v_at = p.v.at(b, column.head, column.column());
+    const T* const grad_at = grad_y.at(b, column.head, column.column());
+#pragma unroll
+    for (int i = 0; i < kRowElements; ++i) {
+      k[i] = q[i] = T();
+      a[i].v[0] = State(0);
+      const Index step = start + row.step(i);
+      if (row.step(i) >= kSteps || step >= end || !is_row) continue;
+      const Index t = p.position(step);
+      a[i] = a_at[t * p.a.l];
+      if (pushes) k[i] = k_at[t * p.k.l];
+      if (reads || grads) q[i] = q_at[t * p.q.l];
+    }
+#pragma unroll
+    for (int i = 0; i < kColumnElements; ++i) {
+      v[i] = grad[i] = T();
+      const Index step = start + column.step(i);
+      if (column.step(i) >= kSteps || step >= end || !is_column) continue;
+      const Index t = p.position(step);
+      if (pushes) v[i] = v_at[t * p.v.l];
+      if (grads) grad[i] = grad_at[t * grad_y.l];
+    }
+    if (threadIdx.x < kSteps) flag = p.flag(b, start + threadIdx.x, end);
+  }
+
+  // Into shared memory, ready to be walked.
+  template <class S>
+  HFR_DEVICE void settle(S& shared) const {
+    const RowElement row;
+    const ColumnElement column;
+#pragma unroll
+    for (int i = 0; i < kRowElements; ++i) {
+      if (row.step(i) >= kSteps) continue;
+      Row to;
+      part(a[i].v[0], to.a[0], to.a[1]);
+      to.k = load(k[i]), to.q = load(q[i]);
+      shared.rows[row.step(i)][row.index] = to;
+    }
+#pragma unroll
+    for (int i = 0; i < kColumnElements; ++i) {
+      if (column.step(i) >= kSteps) continue;
+      const int at = column.index / kPer, j = column.index % kPer;
+      if (pushes) shared.v[column.step(i)][at].v[j] = load(v[i]);
+      if constexpr (grads) shared.grad[column.step(i)][at].v[j] = load(grad[i]);
+    }
+    if (threadIdx.x < kSteps) shared.flags[threadIdx.x] = flag;
+    __syncthreads();
+  }
+};
+
+// ---- one thread's states ---------------------------------------------------------------------------------------------
+
+struct Place {
+  int in_block, row, column;  // which of the block's heads, and of its rows; the first of its columns in the slice
+  Index head;
+
+  HFR_DEVICE Place()
+      : in_block(threadIdx.x / kHead),
+        row(threadIdx.x % kHead / kColumnLanes),
+        column(threadIdx.x % kColumnLanes * kPer),
+        head((Index)(blockIdx.x / kSlices) * kHeads + in_block) {}
+
+  HFR_DEVICE int slice() const { return blockIdx.x % kSlices; }
+  HFR_DEVICE int block_row() const { return in_block * kRowLanes + row; }
+  HFR_DEVICE int block_columns() const { return (in_block * kSlice + column) / kPer; }
+
+  // Rows past d_k and columns past d_v are zero, and must stay out of all sums: what is not finite would not.
+  HFR_DEVICE bool lives(int i) const { return kFull || (row < kRows && slice() * kSlice + column + i < kColumns); }
+
+  HFR_DEVICE Index offset(const Problem& p, Index batch_row, int i) const {
+    return ((batch_row * p.channels + head) * kRows + row) * kColumns + slice() * kSlice + column + i;
+  }
+
+  // Of (rows of the batch, heads, rows, columns); zero where that is null.
+  HFR_DEVICE void read(const Problem& p, const State* from, Index batch_row, State (&s)[kPer]) const {
+#pragma unroll
+    for (int i = 0; i < kPer; i += kWide) {
+      Pack pack;
+      fill(pack.v, State(0));
+      if (from && head < p.channels && lives(i)) pack = *reinterpret_cast<const Pack*>(from + offset(p, batch_row, i));
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) s[i + j] = pack.v[j];
+    }
+  }
+
+  HFR_DEVICE void write(const Problem& p, const State (&s)[kPer], State* to, Index batch_row) const {
+#pragma unroll
+    for (int i = 0; i < kPer; i += kWide) {
+      if (head < p.channels && lives(i)) put(s, i, *reinterpret_cast<Pack*>(to + offset(p, batch_row, i)));
+    }
+  }
+
+  HFR_DEVICE static void put(const State (&s)[kPer], int i, Pack& to) {
+    Pack pack;
+#pragma unroll
+    for (int j = 0; j < kWide; ++j) pack.v[j] = s[i + j];
+    to = pack;
+  }
+
+  // The position's step for these states.
+  HFR_DEVICE void advance(const Problem& p, const Shared& shared, int step, State (&s)[kPer]) const {
+    const int flag = shared.flags[step];
+    if (flag & kDrop) read(p, p.start, 0, s);
+    if (flag & kMasked) return;
+    const Row now = shared.rows[step][block_row()];
+    const Columns v = shared.v[step][block_columns()];
+    State a;
+    join(now.a, a);
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (lives(i)) s[i] = Cell::forward(s[i], a, now.k, v.v[i]);
+    }
+  }
+
+  // Sums over the rows of this warp, into shared memory.
+  HFR_DEVICE void sum_rows(Shared& shared, int step, Real (&x)[kPer]) const {
+    int first, n;
+    bool write;
+    sum_over_lanes<kColumnLanes, (kHead < kWarp ? kHead : kWarp)>(x, first, n, write);
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (i >= n || !write) break;
+      shared.sums[step][in_block][threadIdx.x % kHead / kWarp][column + first + i] = x[i];
+    }
+  }
+};
+
+// The first `count` of a tile's sums over rows, to (batch, length, heads, columns).
+HFR_DEVICE void store_sums(const Problem& p, const Shared& shared, Index b, Index start, int count, T* to) {
+  const ColumnElement column;
+  if (column.head >= p.channels || column.column() >= kColumns) return;
+#pragma unroll
+  for (int i = 0; i < kColumnElements; ++i) {
+    const int step = column.step(i);
+    if (step >= count) break;
+    Real sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      sum += shared.sums[step][column.index / kSlice][warp][column.in_head()];
+    }
+    const Index position = b * p.length + p.position(start + step);
+    store(sum, to[(position * p.channels + column.head) * kColumns + column.column()]);
+  }
+}
+
+// States before tiles, (slots, heads, slices, kPer / kWide, threads of a head, kWide), so that neighbouring threads' lie side
+// by side: before one tile in `every`, from slot `first` on.
+struct Checkpoints {
+  State* data;
+  Index first;
+  int every;
+
+  HFR_DEVICE Pack* at(const Problem& p, const Place& place, Index tile) const {
+    const Index slot = ((first + tile / every) * p.channels + place.head) * kSlices + place.slice();
+    return reinterpret_cast<Pack*>(data) + slot * (kPer / kWide) * kHead + threadIdx.x % kHead;
+  }
+
+  HFR_DEVICE void put(const Problem& p, const Place& place, Index tile, const State (&s)[kPer]) const {
+    if (place.head >= p.channels || tile % every) return;
+#pragma unroll
+    for (int i = 0; i < kPer; i += kWide) place.put(s, i, at(p, place, tile)[i / kWide * kHead]);
+  }
+
+  HFR_DEVICE void get(const Problem& p, const Place& place, Index tile, State (&s)[kPer]) const {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      s[i] = place.head < p.channels ? at(p, place, tile)[i / kWide * kHead].v[i % kWide] : State(0);
+    }
+  }
+};
+
+// What forward leaves for backward, of one row of the batch.
+HFR_DEVICE Checkpoints of_row(const Problem& p, State* checkpoints, Index b) {
+  constexpr int every = kSteps * kTiles;
+  return {checkpoints, b * ((p.length + every - 1) / every), kTiles};
+}
+
+// ---- forward ---------------------------------------------------------------------------------------------------------
+
+// From step `from` on, writing from `begin` on: y, or checkpoints.
+template <bool reads>
+HFR_DEVICE void walk(const Problem& p, Shared& shared, const Place& place, Index b, Index from, Index begin, Index end,
+                     State (&s)[kPer], T* y, const Checkpoints& checkpoints) {
+  const Heads<T> none = {};
+  Tile<true, reads, false> tile;
+  tile.fetch(p, none, b, from, end);
+  for (Index start = from; start < end; start += kSteps) {
+    tile.settle(shared);
+    tile.fetch(p, none, b, start + kSteps, end);
+    if (!reads && start >= begin) checkpoints.put(p, place, start / kSteps, s);
+    const int count = end - start < kSteps ? (int)(end - start) : kSteps;
+#pragma unroll 4
+    for (int step = 0; step < count; ++step) {
+      place.advance(p, shared, step, s);
+      if (!reads) continue;
+      const Real q = shared.rows[step][place.block_row()].q;
+      Real out[kPer];
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) out[i] = place.lives(i) ? Cell::read(s[i], q) : Real(0);
+      place.sum_rows(shared, step, out);
+    }
+    __syncthreads();
+    if (reads && start >= begin) store_sums(p, shared, b, start, count, y);
+  }
+}
+
+HFR_DEVICE void forward_segments(const Problem& p, Shared& shared) {
+  const Place place;
+  const Heads<T> none = {};
+  for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
+    const Work work(item, p.length, p.segments, p.segment_length);
+    if (work.segment == p.segments - 1) continue;
+    State s[kPer], product[kPer];
+    bool cut = false;
+    fill(s, State(0)), fill(product, State(1));
+    Tile<true, false, false> tile;
+    tile.fetch(p, none, work.b, work.begin, work.end);
+    for (Index start = work.begin; start < work.end; start += kSteps) {
+      tile.settle(shared);
+      tile.fetch(p, none, work.b, start + kSteps, work.end);
+#pragma unroll 4
+      for (int step = 0; step < kSteps; ++step) {  // past the end all is masked
+        place.advance(p, shared, step, s);
+        cut = cut || (shared.flags[step] & kDrop);
+        if (shared.flags[step] & kMasked) continue;
+        State a;
+        join(shared.rows[step][place.block_row()].a, a);
+        fill(product, a * product[0]);
+      }
+      __syncthreads();
+    }
+    leave_segment(p, place, work.b, work.segment, product, s, cut);
+  }
+}
+
+// ---- backward --------------------------------------------------------------------------------------------------------
+
+struct Gradients {
+  Gradient *q, *k;  // (slices, batch, length, heads, rows)
+  Number* a;
+  T* v;             // (batch, length, heads, columns)
+  State* start;     // (batch, segments, heads, rows, columns), or null
+};
+
+// The gradients of a tile's rows.
+HFR_DEVICE void store_rows(const Problem& p, const BackwardShared& shared, const Gradients& to, Index b, Index start,
+                           int count) {
+  const RowElement row;
+  if (row.head >= p.channels || row.in_head() >= kRows) return;
+#pragma unroll
+  for (int i = 0; i < kRowElements; ++i) {
+    const int step = row.step(i);
+    if (step >= count) break;
+    const Row sum = shared.grads[step][row.index];
+    const Index position = ((blockIdx.x % kSlices) * p.batch + b) * p.length + p.position(start + step);
+    const Index offset = (position * p.channels + row.head) * kRows + row.in_head();
+    store(sum.q, to.q[offset]);
+    store(sum.k, to.k[offset]);
+    Number a;
+    join(sum.a, a.v[0]);
+    to.a[offset] = a;
+  }
+}
+
+// One position back: `s` is the state before it, `after` that after it; `carry`, the gradient of the state after it that
+// comes from later positions, becomes that of the state before it.
+HFR_DEVICE void step_back(const Problem& p, BackwardShared& shared, const Place& place, int step, const State (&s)[kPer],
+                          const State (&after)[kPer], State (&carry)[kPer]) {
+  const int flag = shared.flags[step];
+  const Row now = shared.rows[step][place.block_row()];
+  const Columns v = shared.v[step][place.block_columns()], grad = shared.grad[step][place.block_columns()];
+  State before[kPer], a, grad_a(0);
+  Real grad_k = 0, grad_q = 0, grad_v[kPer];
+  join(now.a, a);
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) before[i] = s[i];
+  if (flag & kDrop) place.read(p, p.start, 0, before);
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    grad_v[i] = 0;
+    if (!place.lives(i)) continue;
+    carry[i] = Cell::read_back(after[i], now.q, grad.v[i], carry[i], grad_q);
+    if (!(flag & kMasked)) carry[i] = Cell::backward(before[i], a, now.k, v.v[i], carry[i], grad_k, grad_v[i], grad_a);
+  }
+  place.sum_rows(shared, step, grad_v);
+  Real of_row[4];  // as a Row has them
+  part(grad_a, of_row[0], of_row[1]);
+  of_row[2] = grad_k, of_row[3] = grad_q;
+  int first, n;
+  bool write;
+  sum_over_lanes<1, kColumnLanes>(of_row, first, n, write);
+  Real* const to = reinterpret_cast<Real*>(&shared.grads[step][place.block_row()]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (i >= n || !write) break;
+    to[first + i] = of_row[i];
+  }
+}
+
+// The state that documents start from has this gradient too.
+HFR_DEVICE void drop(const Problem& p, const Place& place, State* grad_start, Index row, State (&carry)[kPer]) {
+  if (grad_start) {
+    State sum[kPer];
+    place.read(p, grad_start, row, sum);
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) sum[i] = sum[i] + carry[i];
+    place.write(p, sum, grad_start, row);
+  }
+  fill(carry, State(0));
+}
+
+// The states before the tiles from the last checkpoint up to the one at `start`, into `tiles`.
+HFR_DEVICE void fill_in(const Problem& p, Shared& shared, const Place& place, Index b, const Checkpoints& checkpoints,
+                        const Checkpoints& tiles, Index start) {
+  const Index from = start / (kSteps * kTiles) * (kSteps * kTiles);
+  State s[kPer];
+  checkpoints.get(p, place, from / kSteps, s);
+  walk<false>(p, shared, place, b, from, from, start, s, nullptr, tiles);
+  tiles.put(p, place, start / kSteps, s);
+}
+
+// From the last tile that begins before `end` down to the segment's first, writing below the segment's end.
+HFR_DEVICE void walk_back(const Problem& p, BackwardShared& shared, const Place& place, const Heads<T>& grad_y,
+                          const Checkpoints& checkpoints, State* scratch, const Gradients& to, const Work& work, Index end,
+                          State (&carry)[kPer]) {
+  Index start = (end - 1) / kSteps * kSteps;
+  Tile<true, true, true> tile;
+  tile.fetch(p, grad_y, work.b, start, end);
+  for (bool first = true; start >= work.begin; start -= kSteps, first = false) {
+    const bool writes = start < work.end;
+    State states[kSteps + 1][kPer];  // after as many positions
+    if constexpr (kTiles > 1) {
+      const Index tile_number = start / kSteps, run = tile_number / kTiles;
+      const Checkpoints tiles = {scratch, (blockIdx.y - run) * kTiles, 1};
+      if (first || tile_number % kTiles == kTiles - 1) fill_in(p, shared, place, work.b, checkpoints, tiles, start);
+      tiles.get(p, place, tile_number, states[0]);
+    } else {
+      checkpoints.get(p, place, start / kSteps, states[0]);
+    }
+    tile.settle(shared);
+    if (start > work.begin) tile.fetch(p, grad_y, work.b, start - kSteps, end);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) states[step + 1][i] = states[step][i];
+      place.advance(p, shared, step, states[step + 1]);
+    }
+#pragma unroll
+    for (int step = kSteps - 1; step >= 0; --step) {
+      step_back(p, shared, place, step, states[step], states[step + 1], carry);
+      if (shared.flags[step] & kDrop) drop(p, place, writes ? to.start : nullptr, work.b * p.segments + work.segment, carry);
+    }
+    __syncthreads();
+    if (!writes) continue;
+    const int count = end - start < kSteps ? (int)(end - start) : kSteps;
+    store_rows(p, shared, to, work.b, start, count);
+    store_sums(p, shared, work.b, start, count, to.v);
+  }
+}
+
+HFR_DEVICE void backward_segments(const Problem& p, BackwardShared& shared, const Heads<T>& grad_y) {
+  const Place place;
+  for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
+    const Work work(item, p.length, p.segments, p.segment_length);
+    if (work.segment == 0) continue;
+    State carry[kPer], product[kPer];
+    bool cut = false;
+    fill(carry, State(0)), fill(product, State(1));
+    Index start = (work.end - 1) / kSteps * kSteps;
+    Tile<false, true, true> tile;
+    tile.fetch(p, grad_y, work.b, start, work.end);
+    for (; start >= work.begin; start -= kSteps) {
+      tile.settle(shared);
+      if (start > work.begin) tile.fetch(p, grad_y, work.b, start - kSteps, work.end);
+#pragma unroll 4
+      for (int step = kSteps - 1; step >= 0; --step) {
+        const int flag = shared.flags[step];
+        const Row now = shared.rows[step][place.block_row()];
+        const Columns grad = shared.grad[step][place.block_columns()];
+        State a;
+        join(now.a, a);
+        cut = cut || (flag & kDrop);
+        if (!(flag & kMasked)) fill(product, conj(a) * product[0]);
+#pragma unroll
+        for (int i = 0; i < kPer; ++i) {
+          if (!place.lives(i)) continue;
+          carry[i] = plus_real(carry[i], now.q * grad.v[i]);
+          if (!(flag & kMasked)) carry[i] = conj(a) * carry[i];
+          if (flag & kDrop) carry[i] = State(0);
+        }
+      }
+      __syncthreads();
+    }
+    leave_segment(p, place, work.b, work.segment, product, carry, cut);
+  }
+}
+
+// ---- the kernels -----------------------------------------------------------------------------------------------------
+
+#define HFR_HEADS(U, x) const U *x, Index x##_b, Index x##_l, Index x##_h, Index x##_d
+#define HFR_VIEW(x) {x, x##_b, x##_l, x##_h, x##_d}
+#define HFR_PROBLEM HFR_SCAN, const State *start, HFR_HEADS(T, q), HFR_HEADS(T, k), HFR_HEADS(T, v), HFR_HEADS(Number, a)
+#define HFR_DESCRIBE(S) \
+  __shared__ S shared;  \
+  const Problem p = {HFR_SCAN_ARGUMENTS, start, HFR_VIEW(q), HFR_VIEW(k), HFR_VIEW(v), HFR_VIEW(a)};
+#define HFR_KERNEL(blocks) extern "C" __global__ void __launch_bounds__(kThreads, blocks)
+
+HFR_KERNEL(kForwardBlocks) gateloop_heads_forward_segments(HFR_PROBLEM) {
+  HFR_DESCRIBE(Shared)
+  forward_segments(p, shared);
+}
+
+// y: (batch, length, heads, columns), or null, and then checkpoints, (batch, runs of kTiles tiles, one row's state, whole
+// blocks of threads). initial, final: (batch, heads, rows, columns), either may be null; they may be one where time is in one
+// segment.
+HFR_KERNEL(kForwardBlocks) gateloop_heads_forward(HFR_PROBLEM, T* y, State* checkpoints, const State* initial, State* final) {
+  HFR_DESCRIBE(Shared)
+  const Place place;
+  for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
+    const Work work(item, p.length, p.segments, p.segment_length);
+    State s[kPer];
+    place.read(p, initial, work.b, s);
+    enter_segment(p, place, work.b, 0, work.segment, s);
+    Index from = work.begin;
+    // As in scan_cuda.cu: what is not finite is not known from the products of segments.
+    if (work.segment > 0 && !all_finite(s)) {
+      from = 0;
+      place.read(p, initial, work.b, s);
+    }
+    const Checkpoints kept = of_row(p, checkpoints, work.b);
+    if (y) {
+      walk<true>(p, shared, place, work.b, from, work.begin, work.end, s, y, kept);
+    } else {
+      walk<false>(p, shared, place, work.b, from, work.begin, work.end, s, y, kept);
+    }
+    if (final && work.end == p.length) place.write(p, s, final, work.b);
+  }
+}
+
+HFR_KERNEL(kForwardBlocks) gateloop_heads_backward_segments(HFR_PROBLEM, HFR_HEADS(T, grad_y)) {
+  HFR_DESCRIBE(BackwardShared)
+  const Heads<T> grad = HFR_VIEW(grad_y);
+  backward_segments(p, shared, grad);
+}
+
+// scratch: where kTiles > 1, (gridDim.y, kTiles, one row's state), of which each block uses its own.
+HFR_KERNEL(kBackwardBlocks)
+gateloop_heads_backward(HFR_PROBLEM, HFR_HEADS(T, grad_y), State* checkpoints, State* scratch, const State* grad_final, State* grad_initial,
+                        Gradient* grad_q, Gradient* grad_k, T* grad_v, Number* grad_a, State* grad_start) {
+  HFR_DESCRIBE(BackwardShared)
+  const Heads<T> grad = HFR_VIEW(grad_y);
+  const Gradients to = {grad_q, grad_k, grad_a, grad_v, grad_start};
+  const Place place;
+  for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
+    const Work work(item, p.length, p.segments, p.segment_length);
+    State carry[kPer];
+    place.read(p, grad_final, work.b, carry);
+    enter_segment(p, place, work.b, p.segments - 1, work.segment, carry);
+    Index end = work.end;
+    if (work.end < p.length && !all_finite(carry)) {
+      end = p.length;
+      place.read(p, grad_final, work.b, carry);
+    }
+    walk_back(p, shared, place, grad, of_row(p, checkpoints, work.b), scratch, to, work, end, carry);
+    if (work.begin == 0) place.write(p, carry, grad_initial, work.b);
+  }
+}
