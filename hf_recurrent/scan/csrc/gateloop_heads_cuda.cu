@@ -7,15 +7,17 @@
 // each tile from a checkpoint of the state before it, recomputes the tile's states into registers, and walks it back.
 //
 // For each head and position with complex states, float32 (bfloat16): forward moves 8 bytes of a and 8 (4) of q and k for
-// each row and 8 (4) of v and y for each column; backward, with the walk that makes the checkpoints, twice that and the
-// gradients, and d_k d_v 16 / kSteps bytes of checkpoints. A state is 6 operations forward, 22 backward, and with shuffles,
-// addresses and choices about twice that:
-//   d_k = d_v =  8: forward  192 (128) bytes,    800 instructions; backward   640 (448) bytes,   2800
-//               16:          384 (256) bytes,   3000;                       1.5 (1.1) KiB,      11000
-//               64:          1.5 (1) KiB,      49000;                      11.3 (9.8) KiB,     180000
-// A GPU that runs 8 instructions for each byte that its memory moves is bound by memory at 8 and 16, by arithmetic at 64.
-// Registers of a thread, backward: 2 kSteps kPer = 64 for the tile's states, 8 each for the state before it and the
-// gradient, up to 48 for the next tile's inputs.
+// each row, 8 (4) of v and y for each column. Backward moves the inputs twice, since it makes its checkpoints first, grad_y,
+// the gradients, and of each state 16 bytes / kSteps / kTiles for the checkpoints; where there are slices, their sums too.
+// Instructions, as NVRTC counts them: of a thread with four states 60 for a position forward, 150 backward and 35 for the
+// walk that makes checkpoints; of those 24 and 88 are the cell's own.
+//   d_k = d_v =  8: forward  192 (128) bytes,   900 instructions; backward   610 (460) bytes,    3000 instructions
+//               16:          384 (256),        3800;                        1470 (1180),        11500
+//               64:         1540 (1020),      60000;                       13000 (12000),      250000
+// A GPU that runs 8 instructions while its memory moves a byte is bound by memory at 8, by both at 16, by arithmetic at 64:
+// there checkpoints lie kTiles tiles apart, which leaves an eighth of them, and are filled in by walking once more.
+// Registers of a thread, backward: 2 kSteps kPer = 64 for the tile's states, 8 each for the state before it and the gradient
+// that goes back, up to 48 for the next tile's inputs: two blocks of 128 threads to a multiprocessor, at least.
 //
 // Compiled by NVRTC for what q, k and v hold, HFR_TYPE, the state, HFR_STATE, the sizes of a head, HFR_ROWS and HFR_COLUMNS,
 // and the division of its states that hf_recurrent.scan.gateloop_heads_cuda has chosen.
