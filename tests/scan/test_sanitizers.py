@@ -127,7 +127,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 from cuda_host import Host
-from hf_recurrent.scan import gateloop_scan, linear_scan, longhorn_scan, s5_scan
+from hf_recurrent.scan import gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan, s5_scan
 torch.set_num_threads(1)
 torch.manual_seed(0)
 host = Host(Path(sys.argv[2]), ["-O0"])
@@ -150,6 +150,9 @@ for multiprocessors, shape in [(1, (2, 1, 5)), (1, (2, 70, 33)), (4, (1, 1027, 1
         gradients(s5_scan, torch.complex(a, b), -z[0].abs() + 0j, torch.rand(batch, length), z)
         k = torch.randn(batch, length, 3)
         gradients(longhorn_scan, b, a, k, k, torch.randn(batch, channels, 3))
+        d_k, d_v = (4, 4) if length > 1000 else (3, 100)  # wide accesses; padded, in slices, with checkpoints filled in
+        q, v = torch.randn(batch, length, 1, d_k), torch.randn(batch, length, 1, d_v)
+        gradients(gateloop_heads_scan, q, q, v, q * 0.1j, torch.randn(batch, 1, d_k, d_v, dtype=torch.complex64))
 print("done")
 """
 
