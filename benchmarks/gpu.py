@@ -29,7 +29,15 @@ from hf_recurrent.files import replacing, write_whole
 from hf_recurrent.measure import machine
 from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.modeling.minlstm import MinLSTMMixer
-from hf_recurrent.scan import gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan, s5_scan
+from hf_recurrent.scan import (
+    gateloop_heads_scan,
+    gateloop_scan,
+    linear_scan,
+    longhorn_scan,
+    mingru_scan,
+    minlstm_scan,
+    s5_scan,
+)
 from hf_recurrent.scan.cells import BY_NAME
 
 ROOT = Path(__file__).parents[1]
@@ -278,6 +286,48 @@ def _measure_longhorn(b: Bench, shape, m: int, dtype: torch.dtype) -> None:
     row["of_mamba_ssm"] = round(seconds / peer, 4)
 
 
+def measure_heads(b: Bench) -> None:
+    """GateLoop's heads of d_k x d_v states against their own bytes, and with real transitions fla's gated linear
+    attention of the same sizes."""
+    sizes = [(2, 32, 2, 4)] if b.tiny else [(8, 4096, 192, 8), (8, 4096, 96, 16), (8, 2048, 12, 64), (1, 2**17, 192, 8)]
+    for batch, length, heads, size in sizes:
+        for dtype in (FLOAT, HALF):
+            for state_dtype in (torch.complex64, FLOAT):
+                shape = batch, length, heads, size
+                what = f"gateloop_heads_scan {shape} {_name(dtype)} {_name(state_dtype)}"
+                b.attempt(what, lambda s=shape, d=dtype, a=state_dtype: _measure_heads(b, s, d, a))
+
+
+def _measure_heads(b: Bench, shape, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    batch, length, heads, size = shape
+    name = "gateloop_heads" if state_dtype.is_complex else "gateloop_heads, real"
+    fields = {"shape": [*shape, size], "dtype": _name(dtype)}
+    sets = []
+    for _ in range(SETS):
+        sets.append((*(b.random(*shape, dtype=dtype) for _ in "qkv"), b.coefficients(*shape, dtype=state_dtype)))
+    read, written = sum(x.nbytes for x in sets[0]), sets[0][2].nbytes
+    with torch.no_grad():
+        ours = seconds_of(_forward(gateloop_heads_scan, sets), b.device)
+        b.add("heads", name, ours, read + written, direction="forward", **fields)
+        calls = []
+        for x in sets:
+            final = b.random(batch, heads, size, size, dtype=state_dtype)
+            arguments = (*x, None, None, None, torch.randn_like(x[2]), final, False, b.device.type)
+            calls.append(lambda a=arguments: torch.ops.hf_recurrent.gateloop_heads_backward(*a))
+        seconds = seconds_of(calls, b.device)
+        b.add("heads", name, seconds, 2 * read + written, direction="backward", **fields)
+        if state_dtype.is_complex:
+            return
+        logs = [(*x[:3], x[3].log()) for x in sets]
+        for peer, scan in gpu_peers.heads_scans().items():
+
+            def run(peer: str = peer, scan: Callable = scan) -> None:
+                seconds = eager_seconds_of(lambda: scan(*logs[0]), b.device)
+                b.add("heads", peer, seconds, direction="forward", **fields, times_ours=round(seconds / ours, 3))
+
+            b.attempt(f"{peer} {shape} {_name(dtype)}", run)
+
+
 def measure_peers(b: Bench) -> None:
     """The scans of others on the same values, forward; each ratio is their time over ours."""
     for shape in [(2, 64, 16)] if b.tiny else [(8, 2048, 1024), (8, 8192, 1024), (1, 65536, 1024)]:
@@ -369,18 +419,24 @@ def measure_step(b: Bench) -> None:
 def measure_decode(b: Bench) -> None:
     """One token for a batch: the scan of one layer, its state updated in place, captured into a graph."""
     for batch in (2,) if b.tiny else (1, 64, 512):
-        shape = (batch, 1, 16 if b.tiny else 1536)
-
+        channels, size = (16, 4) if b.tiny else (1536, 8)
+        shape, heads = (batch, 1, channels), (batch, 1, channels // size, size)
         cells = [
-            ("mingru_vanilla", mingru_scan, 2, FLOAT),
-            ("gateloop_polar_sigmoid", gateloop_scan, 5, torch.complex64),
+            ("mingru_vanilla", mingru_scan, [(shape, HALF)] * 2, ((batch, channels), FLOAT)),
+            ("gateloop_polar_sigmoid", gateloop_scan, [(shape, HALF)] * 5, ((batch, channels), torch.complex64)),
+            (
+                "gateloop_heads",
+                gateloop_heads_scan,
+                [(heads, HALF)] * 3 + [(heads, torch.complex64)],
+                ((*heads[::2], size, size), torch.complex64),
+            ),
         ]
-        for name, scan, count, state_dtype in cells:
+        for name, scan, tensors, state_of in cells:
 
-            def run(shape=shape, name=name, scan=scan, count=count, state_dtype=state_dtype) -> None:
-                inputs = [b.random(*shape, dtype=HALF) for _ in range(count)]
-                state = b.random(shape[0], shape[2], dtype=state_dtype)
-                moved = (count + 1) * inputs[0].nbytes + 2 * state.nbytes
+            def run(shape=shape, name=name, scan=scan, tensors=tensors, state_of=state_of) -> None:
+                inputs = [b.random(*size, dtype=dtype) for size, dtype in tensors]
+                state = b.random(*state_of[0], dtype=state_of[1])
+                moved = sum(x.nbytes for x in inputs) + inputs[0].nbytes + 2 * state.nbytes
                 with torch.no_grad():
                     calls = [lambda: scan(*inputs, state, update_state=True)[0]] * 20
                     seconds = seconds_of(calls, b.device)
@@ -398,6 +454,7 @@ SECTIONS = {
     "cells": measure_cells,
     "long": measure_long,
     "longhorn": measure_longhorn,
+    "heads": measure_heads,
     "layers": measure_layers,
     "step": measure_step,
     "decode": measure_decode,

@@ -14,6 +14,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "scan"))
 
+import test_gateloop_heads
 import test_longhorn_scan
 import test_s5_scan
 from oracle import CELLS, GATELOOP_CELLS, coefficients, compare, linear, mask_and_reset, random
@@ -27,6 +28,9 @@ SMALL_SHAPES = [(2, 1, 5), (2, 70, 33), (1, 1030, 8)]
 # (batch, length, channels, m)
 LONGHORN_SHAPES = [(3, 37, 33, 16), (2, 300, 70, 16), (1, 2100, 9, 5), (2, 65, 24, 64)]
 SMALL_LONGHORN_SHAPES = [(2, 21, 33, 16), (1, 1030, 5, 2)]
+# (batch, length, heads, d_k, d_v)
+HEADS_SHAPES = [(3, 37, 5, 8, 8), (2, 300, 9, 4, 4), (1, 2100, 2, 8, 8), (2, 65, 2, 64, 64), (2, 129, 3, 5, 100)]
+SMALL_HEADS_SHAPES = [(2, 21, 3, 4, 4), (1, 1030, 1, 3, 100)]
 
 
 def random_shapes(count: int) -> list[tuple[int, int, int]]:
@@ -50,6 +54,9 @@ def _cases(small: bool) -> list[tuple[str, Callable[..., list]]]:
     for shape in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         for dtype in DTYPES:
             cases.append((f"longhorn {dtype} {shape}", _longhorn_case(shape, dtype)))
+    for shape in SMALL_HEADS_SHAPES if small else HEADS_SHAPES:
+        cases += [(f"heads {dtype} {shape}", _heads_case(shape, dtype, True)) for dtype in DTYPES]
+        cases.append((f"heads, real transitions {shape}", _heads_case(shape, torch.float32, False)))
     return cases
 
 
@@ -104,6 +111,18 @@ def _longhorn_case(shape, dtype):
                 test_longhorn_scan.inputs_for(*shape, dtype), backend, device=device, **options
             )
         ]
+
+    return check
+
+
+def _heads_case(shape, dtype, complex_state):
+    def check(backend, device):
+        outputs = []
+        for options in [*_options(*shape[:2]), {"reset": mask_and_reset(*shape[:2])[1]}]:
+            inputs = test_gateloop_heads.inputs_for(*shape, dtype, complex_state)
+            start = None if options.get("reverse") else random(*shape[2:], dtype=inputs[4].dtype)
+            outputs += test_gateloop_heads.compare(inputs, backend, device=device, start=start, **options)
+        return outputs
 
     return check
 

@@ -44,6 +44,18 @@ def scans() -> dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
     return found
 
 
+def heads_scans() -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]:
+    """name -> f(q, k, v, log a) -> y of the scans of heads with d_k x d_v real states that are installed."""
+    if version_of("flash-linear-attention") is None:
+        return {}
+    from fla.ops.gla import chunk_gla, fused_recurrent_gla
+
+    return {
+        "fla chunk_gla": lambda q, k, v, g: chunk_gla(q, k, v, g, scale=1.0)[0],
+        "fla fused_recurrent_gla": lambda q, k, v, g: fused_recurrent_gla(q, k, v, g, scale=1.0)[0],
+    }
+
+
 def selective_scan() -> Callable | None:
     """mamba_ssm's, as f(u, delta, A, B, C): (B, D, L), (B, D, L), (D, m), (B, m, L), (B, m, L) -> (B, D, L)."""
     if version_of("mamba-ssm") is None:

@@ -9,7 +9,7 @@ COLUMNS = {
     "of_add": "time / torch.add's",
     "times_floor": "time / its bytes at the copy's speed",
     "of_mamba_ssm": "time / mamba_ssm's",
-    "times_ours": "time / linear_scan's",
+    "times_ours": "time / ours",
     "times_faster": "times faster than cuDNN",
     "of_model_without_recurrence": "speed / without recurrence",
 }
@@ -19,6 +19,7 @@ TITLES = {
     "cells": "Fused cells and complex recurrences",
     "long": "One row of a long sequence",
     "longhorn": "Longhorn",
+    "heads": "GateLoop, heads of d_k x d_v states",
     "layers": "A layer's training step against cuDNN",
     "step": "Training steps of models of 125M parameters",
     "decode": "One token, in a graph",
@@ -110,7 +111,9 @@ def draw(document: dict, path: str) -> None:
         (("scan", "long", "cells"), "of_copy", "of the copy's speed (longer is better)", "forward", 0.88),
         (("scan", "long", "cells"), "of_copy", "of the copy's speed (longer is better)", "backward", 0.85),
         (("longhorn",), "times_floor", "time / its bytes at the copy's speed (shorter is better)", None, 4),
+        (("heads",), "of_copy", "of the copy's speed (longer is better)", None, None),
         (("peers",), "times_ours", "time / linear_scan's", None, 1),
+        (("heads",), "times_ours", "time / gateloop_heads_scan's", None, 1),
         (("layers",), "times_faster", "times faster than cuDNN", None, None),
         (("step",), "of_model_without_recurrence", "speed / the model's without recurrence", None, 0.85),
     ]

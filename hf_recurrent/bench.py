@@ -31,7 +31,6 @@ class Case:
         moved: tensors of the output's size that forward, and backward, must read or write, each counted once. What is
             smaller by a dimension is left out; so is what forward keeps for backward, of which it is timed without.
         complex: the dtypes are complex, made of two numbers of the dtype named.
-        devices: the types of the devices that have a kernel for it.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Case:
     function: Callable[..., Tensor]
     moved: tuple[int, int]
     complex: bool = False
-    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 def _normal(count: int) -> Callable:
@@ -104,7 +102,6 @@ CASES = (
         _heads,
         lambda *inputs: gateloop_heads_scan(*inputs)[0].flatten(2),
         (4, 7),
-        devices=("cpu",),
     ),
     Case("linear_scan, complex", _complex_scan, _first(linear_scan), (3, 5), complex=True),
     Case("linear_scan, constant complex a (S5)", _constant_scan, _first(linear_scan), (2, 3), complex=True),

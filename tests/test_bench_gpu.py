@@ -28,6 +28,7 @@ def test_every_section_runs(gpu, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(gpu_check, "SMALL_SHAPES", [(2, 9, 5)])
     monkeypatch.setattr(gpu_check, "SMALL_LONGHORN_SHAPES", [(2, 9, 5, 3)])
+    monkeypatch.setattr(gpu_check, "SMALL_HEADS_SHAPES", [(2, 9, 2, 4, 4)])
     monkeypatch.setattr(gpu_timing, "_repeated", lambda run, seconds, fewest: run())
     status = gpu.main(["--device", "cpu", "--tiny", "--output", str(tmp_path)])
     document = json.loads((tmp_path / "no-gpu.json").read_text())
@@ -42,7 +43,7 @@ def test_every_section_runs(gpu, tmp_path, capsys, monkeypatch):
     check = next(row for row in document["results"] if row["section"] == "check")
     assert check["cases"] > 15 and check["failures"] == []
     for row in document["results"]:
-        if row["section"] in ("scan", "cells", "long"):
+        if row["section"] in ("scan", "cells", "long", "heads"):
             assert row["of_copy"] > 0 and row["direction"] in ("forward", "backward")
     assert "Tiny sizes" in capsys.readouterr().out
 

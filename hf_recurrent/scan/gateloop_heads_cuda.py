@@ -12,7 +12,9 @@ from .reference import STATE_DTYPES
 
 MAX_ROWS = 128  # a head's rows are in one block
 _FEWEST, _MOST = 128, 256  # threads of a block
-_MOST_COLUMNS = 4  # of a thread, so that a tile's states fit into its registers beside all else
+# Columns of a thread and positions of a tile, so that a tile's states fit into its registers beside all else.
+_MOST_COLUMNS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 4, torch.float64: 2}
+_STEPS = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 8, torch.float64: 4}
 _FEW_STATES = 256  # of a head that leaves a checkpoint at each tile: bound by memory, it gains nothing by walking again
 _BLOCKS = 8  # for each multiprocessor, of those that walk again and so need memory of their own
 _MOST_LANES = 16  # side by side for the columns: two rows to a warp
@@ -29,6 +31,7 @@ class Division:
     tiles: int  # from one checkpoint to the next
     slices: int  # of a head's columns, each in a block of its own
     threads: int  # of a block
+    full: bool  # every thread of a head has states
 
     @property
     def of_head(self) -> int:
@@ -44,21 +47,23 @@ def _power_of_two(n: int) -> int:
 @functools.cache
 def division(dtype: torch.dtype, rows: int, columns: int) -> Division:
     row_lanes, wide = _power_of_two(rows), _power_of_two(columns)
-    per = min(_MOST_COLUMNS, wide, row_lanes)  # with more columns than rows a block's tile would outgrow its memory
+    # At most half of the columns, or as many as half of the rows: what a block loads of a tile is in registers too.
+    per = min(_MOST_COLUMNS[dtype], max(1, wide // 2), max(1, row_lanes // 2))
     column_lanes = min(wide // per, _MOST_LANES, _MOST // row_lanes)
-    steps = 4 if dtype is torch.float64 else 8
     tiles = 1 if rows * columns <= _FEW_STATES else 8
     slices = -(-columns // (column_lanes * per))
-    return Division(row_lanes, column_lanes, per, steps, tiles, slices, max(_FEWEST, row_lanes * column_lanes))
+    threads = max(_FEWEST, row_lanes * column_lanes)
+    full = rows == row_lanes and columns == slices * column_lanes * per
+    return Division(row_lanes, column_lanes, per, _STEPS[dtype], tiles, slices, threads, full)
 
 
 def module_for(dtype: torch.dtype, state_dtype: torch.dtype, rows: int, columns: int, wide: bool = True) -> Module:
     """`wide`: states start at multiples of 16 bytes."""
     d = division(dtype, rows, columns)
     macros = {
-        "TYPE": TYPES[dtype], "STATE": TYPES[state_dtype], "ROWS": rows, "COLUMNS": columns, "ROW_LANES": d.row_lanes,
+        "TYPE": TYPES[dtype], "STATE": TYPES[state_dtype], "ROWS": rows, "ROW_LANES": d.row_lanes,
         "COLUMN_LANES": d.column_lanes, "PER": d.per, "STEPS": d.steps, "TILES": d.tiles, "THREADS": d.threads,
-        "WIDE": int(wide),
+        "SLICED": int(d.slices > 1), "FULL": int(d.full), "WIDE": int(wide),
     }  # fmt: skip
     return Module("gateloop_heads_cuda", tuple((f"HFR_{name}", str(value)) for name, value in macros.items()))
 
@@ -79,7 +84,7 @@ def _scan(inputs, start: Tensor | None, states: list[Tensor | None], flags, reve
         q.device,
         flags,
         reverse,
-        [pointer(start), *(part for x in inputs for part in describe(x))],
+        [columns, pointer(start), *(part for x in inputs for part in describe(x))],
     )
     return scan, d
 

@@ -17,10 +17,10 @@
 // A GPU that runs 8 instructions while its memory moves a byte is bound by memory at 8, by both at 16, by arithmetic at 64:
 // there checkpoints lie kTiles tiles apart, which leaves an eighth of them, and are filled in by walking once more.
 // Registers of a thread, backward: 2 kSteps kPer = 64 for the tile's states, 8 each for the state before it and the gradient
-// that goes back, up to 48 for the next tile's inputs: two blocks of 128 threads to a multiprocessor, at least.
+// that goes back, up to 32 for the next tile's inputs: two blocks of 128 threads to a multiprocessor, at least.
 //
-// Compiled by NVRTC for what q, k and v hold, HFR_TYPE, the state, HFR_STATE, the sizes of a head, HFR_ROWS and HFR_COLUMNS,
-// and the division of its states that hf_recurrent.scan.gateloop_heads_cuda has chosen.
+// Compiled by NVRTC for what q, k and v hold, HFR_TYPE, the state, HFR_STATE, d_k, HFR_ROWS, and the division of a head's states
+// that hf_recurrent.scan.gateloop_heads_cuda has chosen, which is the same for many d_v.
 #include "device.h"
 
 using namespace hfr;
@@ -30,27 +30,28 @@ typedef StateOf<T>::type Real;
 typedef HFR_STATE State;  // Real, or Complex<Real>
 typedef HeadCell<State, Real> Cell;
 
-constexpr int kRows = HFR_ROWS, kColumns = HFR_COLUMNS;
+constexpr int kRows = HFR_ROWS;
 constexpr int kRowLanes = HFR_ROW_LANES, kColumnLanes = HFR_COLUMN_LANES, kPer = HFR_PER;  // powers of two
 constexpr int kSteps = HFR_STEPS, kTiles = HFR_TILES;  // of a tile; from one checkpoint to the next
-constexpr int kSlice = kColumnLanes * kPer, kSlices = (kColumns + kSlice - 1) / kSlice;
+constexpr int kSlice = kColumnLanes * kPer;  // columns of a head in a block
+constexpr bool kSliced = HFR_SLICED;         // a head has more
+constexpr bool kFull = HFR_FULL;             // every thread has states
 constexpr int kHead = kRowLanes * kColumnLanes;  // threads of a head, or of a slice of one
 constexpr int kThreads = HFR_THREADS, kHeads = kThreads / kHead;
 constexpr int kWarps = kHead > kWarp ? kHead / kWarp : 1;  // of a head
 constexpr int kBlockRows = kHeads * kRowLanes, kBlockColumns = kHeads * kSlice;
 constexpr int kRowElements = (kSteps * kBlockRows + kThreads - 1) / kThreads;  // of a tile, to a thread
 constexpr int kColumnElements = (kSteps * kBlockColumns + kThreads - 1) / kThreads;
-constexpr bool kFull = kRows == kRowLanes && kColumns == kSlices * kSlice;  // every thread has states
 constexpr int kWide = !kFull || !HFR_WIDE ? 1 : kPer * (int)sizeof(State) > 16 ? 16 / (int)sizeof(State) : kPer;
 constexpr int kForwardBlocks = sizeof(State) > 8 ? 1 : kThreads > 128 ? 2 : 4;  // to a multiprocessor, at least
 constexpr int kBackwardBlocks = kThreads > 128 || sizeof(State) > 8 ? 1 : 2;
 static_assert(kRowLanes >= kRows && kHeads * kHead == kThreads, "a thread for each row");
 static_assert(kThreads % kBlockRows == 0 && kThreads % kBlockColumns == 0, "a thread loads one row and one column");
 
-// Of a sum over the rows' gradients only a slice is known here, unless there is but one.
-template <int slices> struct RowGradient { typedef Real type; };
-template <> struct RowGradient<1> { typedef T type; };
-typedef RowGradient<kSlices>::type Gradient;
+// Of a gradient of a row only a slice's part is known here, unless there is but one.
+template <bool sliced> struct RowGradient { typedef T type; };
+template <> struct RowGradient<true> { typedef Real type; };
+typedef RowGradient<kSliced>::type Gradient;
 
 typedef Vector<State, 1> Number;
 typedef Vector<State, kWide> Pack;  // states as they are read and written at once
@@ -66,9 +67,14 @@ struct Heads {
 };
 
 struct Problem : Scan<State> {  // `channels` are heads
+  Index columns;                // of a head
   const State* start;           // (heads, rows, columns), what documents start from, or null
   Heads<T> q, k, v;
   Heads<Number> a;
+
+  HFR_DEVICE int slices() const { return kSliced ? (int)((columns + kSlice - 1) / kSlice) : 1; }
+  HFR_DEVICE int slice() const { return kSliced ? blockIdx.x % slices() : 0; }
+  HFR_DEVICE Index head(int in_block) const { return (Index)(blockIdx.x / slices()) * kHeads + in_block; }
 };
 
 // The numbers of a row, or their gradients.
@@ -100,15 +106,23 @@ struct Element {
   int index;
   Index head;
 
-  HFR_DEVICE Element()
-      : index(threadIdx.x % n), head((Index)(blockIdx.x / kSlices) * kHeads + index / (n / kHeads)) {}
+  HFR_DEVICE explicit Element(const Problem& p) : index(threadIdx.x % n), head(p.head(index / (n / kHeads))) {}
   HFR_DEVICE static int step(int i) { return (i * kThreads + (int)threadIdx.x) / n; }
   HFR_DEVICE int in_head() const { return index % (n / kHeads); }
 };
-typedef Element<kBlockRows> RowElement;
+
+struct RowElement : Element<kBlockRows> {
+  bool exists;
+
+  HFR_DEVICE explicit RowElement(const Problem& p) : Element(p), exists(head < p.channels && in_head() < kRows) {}
+};
 
 struct ColumnElement : Element<kBlockColumns> {
-  HFR_DEVICE int column() const { return (int)(blockIdx.x % kSlices) * kSlice + in_head(); }
+  Index column;
+  bool exists;
+
+  HFR_DEVICE explicit ColumnElement(const Problem& p)
+      : Element(p), column(p.slice() * kSlice + in_head()), exists(head < p.channels && column < p.columns) {}
 };
 
 // ---- a tile of the inputs --------------------------------------------------------------------------------------------
@@ -121,21 +135,19 @@ struct Tile {
   unsigned char flag;
 
   HFR_DEVICE void fetch(const Problem& p, const Heads<T>& grad_y, Index b, Index start, Index end) {
-    const RowElement row;
-    const ColumnElement column;
-    const bool is_row = row.head < p.channels && row.in_head() < kRows;
-    const bool is_column = column.head < p.channels && column.column() < kColumns;
+    const RowElement row(p);
+    const ColumnElement column(p);
     const Number* const a_at = p.a.at(b, row.head, row.in_head());
     const T* const k_at = p.k.at(b, row.head, row.in_head());
     const T* const q_at = p.q.at(b, row.head, row.in_head());
-    const T* const v_at = p.v.at(b, column.head, column.column());
-    const T* const grad_at = grad_y.at(b, column.head, column.column());
+    const T* const v_at = p.v.at(b, column.head, column.column);
+    const T* const grad_at = grad_y.at(b, column.head, column.column);
 #pragma unroll
     for (int i = 0; i < kRowElements; ++i) {
       k[i] = q[i] = T();
       a[i].v[0] = State(0);
       const Index step = start + row.step(i);
-      if (row.step(i) >= kSteps || step >= end || !is_row) continue;
+      if (row.step(i) >= kSteps || step >= end || !row.exists) continue;
       const Index t = p.position(step);
       a[i] = a_at[t * p.a.l];
       if (pushes) k[i] = k_at[t * p.k.l];
@@ -145,7 +157,7 @@ struct Tile {
     for (int i = 0; i < kColumnElements; ++i) {
       v[i] = grad[i] = T();
       const Index step = start + column.step(i);
-      if (column.step(i) >= kSteps || step >= end || !is_column) continue;
+      if (column.step(i) >= kSteps || step >= end || !column.exists) continue;
       const Index t = p.position(step);
       if (pushes) v[i] = v_at[t * p.v.l];
       if (grads) grad[i] = grad_at[t * grad_y.l];
@@ -155,9 +167,9 @@ struct Tile {
 
   // Into shared memory, ready to be walked.
   template <class S>
-  HFR_DEVICE void settle(S& shared) const {
-    const RowElement row;
-    const ColumnElement column;
+  HFR_DEVICE void settle(const Problem& p, S& shared) const {
+    const RowElement row(p);
+    const ColumnElement column(p);
 #pragma unroll
     for (int i = 0; i < kRowElements; ++i) {
       if (row.step(i) >= kSteps) continue;
@@ -181,24 +193,26 @@ struct Tile {
 // ---- one thread's states ---------------------------------------------------------------------------------------------
 
 struct Place {
-  int in_block, row, column;  // which of the block's heads, and of its rows; the first of its columns in the slice
-  Index head;
+  int in_block, row, lane;  // which of the block's heads, and of its rows; the first of its columns in the slice
+  Index head, column;       // and in the head
+  bool exists;
 
-  HFR_DEVICE Place()
+  HFR_DEVICE explicit Place(const Problem& p)
       : in_block(threadIdx.x / kHead),
         row(threadIdx.x % kHead / kColumnLanes),
-        column(threadIdx.x % kColumnLanes * kPer),
-        head((Index)(blockIdx.x / kSlices) * kHeads + in_block) {}
+        lane(threadIdx.x % kColumnLanes * kPer),
+        head(p.head(in_block)),
+        column(p.slice() * kSlice + lane),
+        exists(head < p.channels) {}
 
-  HFR_DEVICE int slice() const { return blockIdx.x % kSlices; }
   HFR_DEVICE int block_row() const { return in_block * kRowLanes + row; }
-  HFR_DEVICE int block_columns() const { return (in_block * kSlice + column) / kPer; }
+  HFR_DEVICE int block_columns() const { return (in_block * kSlice + lane) / kPer; }
 
   // Rows past d_k and columns past d_v are zero, and must stay out of all sums: what is not finite would not.
-  HFR_DEVICE bool lives(int i) const { return kFull || (row < kRows && slice() * kSlice + column + i < kColumns); }
+  HFR_DEVICE bool lives(const Problem& p, int i) const { return kFull || (row < kRows && column + i < p.columns); }
 
   HFR_DEVICE Index offset(const Problem& p, Index batch_row, int i) const {
-    return ((batch_row * p.channels + head) * kRows + row) * kColumns + slice() * kSlice + column + i;
+    return ((batch_row * p.channels + head) * kRows + row) * p.columns + column + i;
   }
 
   // Of (rows of the batch, heads, rows, columns); zero where that is null.
@@ -207,7 +221,7 @@ struct Place {
     for (int i = 0; i < kPer; i += kWide) {
       Pack pack;
       fill(pack.v, State(0));
-      if (from && head < p.channels && lives(i)) pack = *reinterpret_cast<const Pack*>(from + offset(p, batch_row, i));
+      if (from && exists && lives(p, i)) pack = *reinterpret_cast<const Pack*>(from + offset(p, batch_row, i));
 #pragma unroll
       for (int j = 0; j < kWide; ++j) s[i + j] = pack.v[j];
     }
@@ -216,7 +230,7 @@ struct Place {
   HFR_DEVICE void write(const Problem& p, const State (&s)[kPer], State* to, Index batch_row) const {
 #pragma unroll
     for (int i = 0; i < kPer; i += kWide) {
-      if (head < p.channels && lives(i)) put(s, i, *reinterpret_cast<Pack*>(to + offset(p, batch_row, i)));
+      if (exists && lives(p, i)) put(s, i, *reinterpret_cast<Pack*>(to + offset(p, batch_row, i)));
     }
   }
 
@@ -238,7 +252,7 @@ struct Place {
     join(now.a, a);
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
-      if (lives(i)) s[i] = Cell::forward(s[i], a, now.k, v.v[i]);
+      if (lives(p, i)) s[i] = Cell::forward(s[i], a, now.k, v.v[i]);
     }
   }
 
@@ -250,15 +264,15 @@ struct Place {
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
       if (i >= n || !write) break;
-      shared.sums[step][in_block][threadIdx.x % kHead / kWarp][column + first + i] = x[i];
+      shared.sums[step][in_block][threadIdx.x % kHead / kWarp][lane + first + i] = x[i];
     }
   }
 };
 
 // The first `count` of a tile's sums over rows, to (batch, length, heads, columns).
 HFR_DEVICE void store_sums(const Problem& p, const Shared& shared, Index b, Index start, int count, T* to) {
-  const ColumnElement column;
-  if (column.head >= p.channels || column.column() >= kColumns) return;
+  const ColumnElement column(p);
+  if (!column.exists) return;
 #pragma unroll
   for (int i = 0; i < kColumnElements; ++i) {
     const int step = column.step(i);
@@ -269,7 +283,7 @@ HFR_DEVICE void store_sums(const Problem& p, const Shared& shared, Index b, Inde
       sum += shared.sums[step][column.index / kSlice][warp][column.in_head()];
     }
     const Index position = b * p.length + p.position(start + step);
-    store(sum, to[(position * p.channels + column.head) * kColumns + column.column()]);
+    store(sum, to[(position * p.channels + column.head) * p.columns + column.column]);
   }
 }
 
@@ -281,12 +295,12 @@ struct Checkpoints {
   int every;
 
   HFR_DEVICE Pack* at(const Problem& p, const Place& place, Index tile) const {
-    const Index slot = ((first + tile / every) * p.channels + place.head) * kSlices + place.slice();
+    const Index slot = ((first + tile / every) * p.channels + place.head) * p.slices() + p.slice();
     return reinterpret_cast<Pack*>(data) + slot * (kPer / kWide) * kHead + threadIdx.x % kHead;
   }
 
   HFR_DEVICE void put(const Problem& p, const Place& place, Index tile, const State (&s)[kPer]) const {
-    if (place.head >= p.channels || tile % every) return;
+    if (!place.exists || tile % every) return;
 #pragma unroll
     for (int i = 0; i < kPer; i += kWide) place.put(s, i, at(p, place, tile)[i / kWide * kHead]);
   }
@@ -294,7 +308,7 @@ struct Checkpoints {
   HFR_DEVICE void get(const Problem& p, const Place& place, Index tile, State (&s)[kPer]) const {
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
-      s[i] = place.head < p.channels ? at(p, place, tile)[i / kWide * kHead].v[i % kWide] : State(0);
+      s[i] = place.exists ? at(p, place, tile)[i / kWide * kHead].v[i % kWide] : State(0);
     }
   }
 };
@@ -315,7 +329,7 @@ HFR_DEVICE void walk(const Problem& p, Shared& shared, const Place& place, Index
   Tile<true, reads, false> tile;
   tile.fetch(p, none, b, from, end);
   for (Index start = from; start < end; start += kSteps) {
-    tile.settle(shared);
+    tile.settle(p, shared);
     tile.fetch(p, none, b, start + kSteps, end);
     if (!reads && start >= begin) checkpoints.put(p, place, start / kSteps, s);
     const int count = end - start < kSteps ? (int)(end - start) : kSteps;
@@ -326,7 +340,7 @@ HFR_DEVICE void walk(const Problem& p, Shared& shared, const Place& place, Index
       const Real q = shared.rows[step][place.block_row()].q;
       Real out[kPer];
 #pragma unroll
-      for (int i = 0; i < kPer; ++i) out[i] = place.lives(i) ? Cell::read(s[i], q) : Real(0);
+      for (int i = 0; i < kPer; ++i) out[i] = place.lives(p, i) ? Cell::read(s[i], q) : Real(0);
       place.sum_rows(shared, step, out);
     }
     __syncthreads();
@@ -335,7 +349,7 @@ HFR_DEVICE void walk(const Problem& p, Shared& shared, const Place& place, Index
 }
 
 HFR_DEVICE void forward_segments(const Problem& p, Shared& shared) {
-  const Place place;
+  const Place place(p);
   const Heads<T> none = {};
   for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
     const Work work(item, p.length, p.segments, p.segment_length);
@@ -346,7 +360,7 @@ HFR_DEVICE void forward_segments(const Problem& p, Shared& shared) {
     Tile<true, false, false> tile;
     tile.fetch(p, none, work.b, work.begin, work.end);
     for (Index start = work.begin; start < work.end; start += kSteps) {
-      tile.settle(shared);
+      tile.settle(p, shared);
       tile.fetch(p, none, work.b, start + kSteps, work.end);
 #pragma unroll 4
       for (int step = 0; step < kSteps; ++step) {  // past the end all is masked
@@ -375,14 +389,14 @@ struct Gradients {
 // The gradients of a tile's rows.
 HFR_DEVICE void store_rows(const Problem& p, const BackwardShared& shared, const Gradients& to, Index b, Index start,
                            int count) {
-  const RowElement row;
-  if (row.head >= p.channels || row.in_head() >= kRows) return;
+  const RowElement row(p);
+  if (!row.exists) return;
 #pragma unroll
   for (int i = 0; i < kRowElements; ++i) {
     const int step = row.step(i);
     if (step >= count) break;
     const Row sum = shared.grads[step][row.index];
-    const Index position = ((blockIdx.x % kSlices) * p.batch + b) * p.length + p.position(start + step);
+    const Index position = (p.slice() * p.batch + b) * p.length + p.position(start + step);
     const Index offset = (position * p.channels + row.head) * kRows + row.in_head();
     store(sum.q, to.q[offset]);
     store(sum.k, to.k[offset]);
@@ -408,7 +422,7 @@ HFR_DEVICE void step_back(const Problem& p, BackwardShared& shared, const Place&
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
     grad_v[i] = 0;
-    if (!place.lives(i)) continue;
+    if (!place.lives(p, i)) continue;
     carry[i] = Cell::read_back(after[i], now.q, grad.v[i], carry[i], grad_q);
     if (!(flag & kMasked)) carry[i] = Cell::backward(before[i], a, now.k, v.v[i], carry[i], grad_k, grad_v[i], grad_a);
   }
@@ -467,7 +481,7 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardShared& shared, const Place&
     } else {
       checkpoints.get(p, place, start / kSteps, states[0]);
     }
-    tile.settle(shared);
+    tile.settle(p, shared);
     if (start > work.begin) tile.fetch(p, grad_y, work.b, start - kSteps, end);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -489,7 +503,7 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardShared& shared, const Place&
 }
 
 HFR_DEVICE void backward_segments(const Problem& p, BackwardShared& shared, const Heads<T>& grad_y) {
-  const Place place;
+  const Place place(p);
   for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
     const Work work(item, p.length, p.segments, p.segment_length);
     if (work.segment == 0) continue;
@@ -500,7 +514,7 @@ HFR_DEVICE void backward_segments(const Problem& p, BackwardShared& shared, cons
     Tile<false, true, true> tile;
     tile.fetch(p, grad_y, work.b, start, work.end);
     for (; start >= work.begin; start -= kSteps) {
-      tile.settle(shared);
+      tile.settle(p, shared);
       if (start > work.begin) tile.fetch(p, grad_y, work.b, start - kSteps, work.end);
 #pragma unroll 4
       for (int step = kSteps - 1; step >= 0; --step) {
@@ -513,7 +527,7 @@ HFR_DEVICE void backward_segments(const Problem& p, BackwardShared& shared, cons
         if (!(flag & kMasked)) fill(product, conj(a) * product[0]);
 #pragma unroll
         for (int i = 0; i < kPer; ++i) {
-          if (!place.lives(i)) continue;
+          if (!place.lives(p, i)) continue;
           carry[i] = plus_real(carry[i], now.q * grad.v[i]);
           if (!(flag & kMasked)) carry[i] = conj(a) * carry[i];
           if (flag & kDrop) carry[i] = State(0);
@@ -529,10 +543,11 @@ HFR_DEVICE void backward_segments(const Problem& p, BackwardShared& shared, cons
 
 #define HFR_HEADS(U, x) const U *x, Index x##_b, Index x##_l, Index x##_h, Index x##_d
 #define HFR_VIEW(x) {x, x##_b, x##_l, x##_h, x##_d}
-#define HFR_PROBLEM HFR_SCAN, const State *start, HFR_HEADS(T, q), HFR_HEADS(T, k), HFR_HEADS(T, v), HFR_HEADS(Number, a)
+#define HFR_PROBLEM \
+  HFR_SCAN, Index columns, const State *start, HFR_HEADS(T, q), HFR_HEADS(T, k), HFR_HEADS(T, v), HFR_HEADS(Number, a)
 #define HFR_DESCRIBE(S) \
   __shared__ S shared;  \
-  const Problem p = {HFR_SCAN_ARGUMENTS, start, HFR_VIEW(q), HFR_VIEW(k), HFR_VIEW(v), HFR_VIEW(a)};
+  const Problem p = {HFR_SCAN_ARGUMENTS, columns, start, HFR_VIEW(q), HFR_VIEW(k), HFR_VIEW(v), HFR_VIEW(a)};
 #define HFR_KERNEL(blocks) extern "C" __global__ void __launch_bounds__(kThreads, blocks)
 
 HFR_KERNEL(kForwardBlocks) gateloop_heads_forward_segments(HFR_PROBLEM) {
@@ -545,7 +560,7 @@ HFR_KERNEL(kForwardBlocks) gateloop_heads_forward_segments(HFR_PROBLEM) {
 // segment.
 HFR_KERNEL(kForwardBlocks) gateloop_heads_forward(HFR_PROBLEM, T* y, State* checkpoints, const State* initial, State* final) {
   HFR_DESCRIBE(Shared)
-  const Place place;
+  const Place place(p);
   for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
     const Work work(item, p.length, p.segments, p.segment_length);
     State s[kPer];
@@ -580,7 +595,7 @@ gateloop_heads_backward(HFR_PROBLEM, HFR_HEADS(T, grad_y), State* checkpoints, S
   HFR_DESCRIBE(BackwardShared)
   const Heads<T> grad = HFR_VIEW(grad_y);
   const Gradients to = {grad_q, grad_k, grad_a, grad_v, grad_start};
-  const Place place;
+  const Place place(p);
   for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
     const Work work(item, p.length, p.segments, p.segment_length);
     State carry[kPer];
