@@ -45,6 +45,12 @@ def test_compiles_without_spills(kind, architecture):
         assert registers["gateloop_heads_forward"] <= 128 and registers["gateloop_heads_backward"] <= 255
 
 
+def test_widths_share_kernels():
+    """A map of attention is a scan whose d_v is the length of the text: no compilation for each."""
+    modules = {gateloop_heads_cuda.module_for(FLOAT, COMPLEX, 8, columns) for columns in range(65, 2000)}
+    assert len(modules) == 2
+
+
 # (batch, length, heads, d_k, d_v): many and one head to a block, padded sizes, heads of several warps and in slices
 SHAPES = [
     (1, 1, 1, 2, 2), (2, 33, 3, 2, 2), (1, 1000, 1, 4, 4), (2, 7, 33, 4, 4), (2, 33, 3, 8, 8), (2, 17, 3, 16, 16),

@@ -51,7 +51,7 @@ struct Work {
   }
 };
 
-// What the kernels of cells with more than a number to a channel begin with, as hf_recurrent.scan.cuda_kernels.Scan has it.
+// What the arguments of all scans begin with, as hf_recurrent.scan.cuda_kernels.Scan has it.
 template <class State>
 struct Scan {
   Index batch, length, channels, reverse;

@@ -9,8 +9,8 @@
 // For each head and position with complex states, float32 (bfloat16): forward moves 8 bytes of a and 8 (4) of q and k for
 // each row, 8 (4) of v and y for each column. Backward moves the inputs twice, since it makes its checkpoints first, grad_y,
 // the gradients, and of each state 16 bytes / kSteps / kTiles for the checkpoints; where there are slices, their sums too.
-// Instructions, as NVRTC counts them: of a thread with four states 60 for a position forward, 150 backward and 35 for the
-// walk that makes checkpoints; of those 24 and 88 are the cell's own.
+// Instructions in the PTX of a thread with four states: 60 for a position forward, 150 backward, and 35 in the walk that makes
+// checkpoints, of which 24, 88 and 20 are the cell's own; a tile's loads and stores come to less than a third of that.
 //   d_k = d_v =  8: forward  192 (128) bytes,   900 instructions; backward   610 (460) bytes,    3000 instructions
 //               16:          384 (256),        3800;                        1470 (1180),        11500
 //               64:         1540 (1020),      60000;                       13000 (12000),      250000

@@ -38,13 +38,8 @@ HFR_DEVICE constexpr int steps_for(int bytes) {
   return steps > 1 ? steps : 1;
 }
 
-struct Problem {
-  Index batch, length, channels, reverse;
-  const unsigned char* flags;  // (batch, length), or null
-  Index segments, segment_length;
-  State *products, *sums;     // (segments, batch, channels): what each segment but the last makes of a state
-  unsigned char* cuts;        // (segments, batch)
-  const Real* times;          // of a timed cell: (batch, length), strides in elements
+struct Problem : Scan<State> {
+  const Real* times;  // of a timed cell: (batch, length), strides in elements
   Index times_b, times_l;
 };
 
@@ -370,19 +365,17 @@ HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, cons
 
 // ---- the kernels -----------------------------------------------------------------------------------------------------
 
-// Arguments are pointers and 64-bit integers only. Inputs with their strides; what a cell does not have is null.
+// Inputs with their strides; what a cell does not have is null.
 #define HFR_INPUT(x) const T *x, Index x##_b, Index x##_l, Index x##_d
 #define HFR_PROBLEM                                                                                                       \
-  Index batch, Index length, Index channels, Index reverse, const unsigned char *flags, Index segments,                  \
-      Index segment_length, State *products, State *sums, unsigned char *cuts, HFR_INPUT(x0), HFR_INPUT(x1), HFR_INPUT(x2), \
-      HFR_INPUT(x3), HFR_INPUT(x4), const Real *times, Index times_b, Index times_l
+  HFR_SCAN, HFR_INPUT(x0), HFR_INPUT(x1), HFR_INPUT(x2), HFR_INPUT(x3), HFR_INPUT(x4), const Real *times, Index times_b,  \
+      Index times_l
 #define HFR_VIEW(x) {x, x##_b, x##_l, x##_d}
 #define HFR_INPUTS                                                                                                         \
   const View<T> inputs[kMaxInputs] = {HFR_VIEW(x0), HFR_VIEW(x1), HFR_VIEW(x2), HFR_VIEW(x3), HFR_VIEW(x4)};
 #define HFR_DESCRIBE                                                                                                       \
   __shared__ Shared shared;                                                                                                \
-  const Problem p = {batch, length, channels, reverse, flags, segments, segment_length,                                    \
-                     products, sums, cuts, times, times_b, times_l};                                                       \
+  const Problem p = {HFR_SCAN_ARGUMENTS, times, times_b, times_l};                                                         \
   HFR_INPUTS                                                                                                               \
   const Index d = (Index)blockIdx.x * kChannels + threadIdx.x % kRow * kWidth;
 #define HFR_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
