@@ -414,11 +414,11 @@ struct LonghornCell {
 
   // Adds to dp and de, returns the gradient of S' and, in dk, this channel's share of that of k.
   HFR_INLINE static T backward(T s, T e, T p, T k, T g, T& dp, T& de, T& dk) {
-    T gk = g * k, eks = e * k * s;
+    T gk = g * k, ks = k * s;
     dp += gk;
-    de -= gk * k * s;
-    dk = g * (p - eks - eks);
-    return g - e * k * gk;
+    de -= gk * ks;
+    dk = g * (p - (e + e) * ks);
+    return g - e * gk * k;
   }
 };
 
