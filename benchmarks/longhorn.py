@@ -1,5 +1,6 @@
-"""Longhorn's cell and layer beside those of Transformers' Mamba with mambapy's parallel scan, forward and backward, at the
-same sizes: m = 16 states to a channel, twice as many channels as the layer is wide, a convolution over four positions."""
+"""Longhorn's cell and layer beside those of Transformers' Mamba with mambapy's parallel scan, forward and backward, at
+the same sizes: m = 16 states to a channel, twice as many channels as the layer is wide, a convolution over four
+positions."""
 
 import argparse
 import json
