@@ -64,8 +64,9 @@ def run(model: str, seed: int, folder: Path, args: argparse.Namespace) -> dict:
         "seed": seed, "mixed_precision": args.mixed_precision, "save_steps": args.eval_steps, "keep_checkpoints": 1,
         "output_dir": folder, "resume": "auto",
     }  # fmt: skip
-    if args.width is not None:
-        settings["hidden_size"] = args.width
+    for name in ("learning_rate", "hidden_size"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
     argv = [str(recipe)]
     for name, value in settings.items():
         argv += ["--" + name.replace("_", "-"), str(value)]
@@ -154,7 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=positive, default=650, help="of a run (default %(default)s)")
     parser.add_argument("--eval-steps", type=positive, default=50, help="between tests (default %(default)s)")
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="(default %(default)s)")
-    parser.add_argument("--width", type=positive, help="another hidden_size than the recipes', for a trial")
+    parser.add_argument("--learning-rate", type=float, help="the cosine's highest (default: the recipe's)")
+    parser.add_argument("--hidden-size", type=positive, help="another than the recipes', for a trial")
     parser.add_argument("--runs", type=Path, default=Path("runs/shakespeare"), help="folder of the runs")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of shakespeare.json, .png")
     return parser
@@ -166,7 +168,8 @@ def main(argv: list[str] | None = None) -> None:
     make_folder(parser, args.output)
     if not args.data.is_file():
         parser.error(f"--data: there is no file {args.data}")
-    settings = {name: getattr(args, name) for name in ("steps", "eval_steps", "mixed_precision", "width")}
+    names = ("steps", "eval_steps", "mixed_precision", "learning_rate", "hidden_size")
+    settings = {name: getattr(args, name) for name in names}
     file = args.output / "shakespeare.json"
     document = {"settings": settings, "runs": []}
     if file.is_file():

@@ -193,3 +193,13 @@ def test_where_attention_becomes_slower(monkeypatch):
     rows = [{"context": 100, "ratio": 0.5}, {"context": 300, "ratio": 1.5}, {"context": 900, "ratio": 4.0}]
     assert crossing(rows) == "slower from a context of about 200 on"
     assert crossing(rows[1:]) == "slower at all contexts from 300 on" and crossing(rows[:1]) == "not slower up to 100"
+
+
+def test_longhorn_beside_mamba(tmp_path):
+    pytest.importorskip("mambapy")
+    done = run("--shape", 1, 20, 16, "--rounds", 1, "--threads", 1, "--output", tmp_path, script="longhorn.py")
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "longhorn.json").read_text())
+    assert [row["what"] for row in document["results"]] == ["cell", "layer"]
+    for row in document["results"]:
+        assert row["mamba"]["milliseconds"] > 0 and row["longhorn"]["ratio"] > 0

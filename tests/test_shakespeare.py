@@ -16,7 +16,18 @@ def shakespeare(monkeypatch):
 
 def test_seeds_are_added_to_what_is_there(shakespeare, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question:\n" * 150)
-    flags = ["--data", str(tmp_path / "text.txt"), "--steps", "2", "--eval-steps", "1", "--width", "16"]
+    flags = [
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--steps",
+        "2",
+        "--eval-steps",
+        "1",
+        "--hidden-size",
+        "16",
+        "--learning-rate",
+        "1e-3",
+    ]
     flags += ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "out")]
     shakespeare.main([*flags, "--models", "mingru", "transformer", "--seeds", "0"])
     first = json.loads((tmp_path / "out" / "shakespeare.json").read_text())

@@ -284,39 +284,43 @@ class S5SSM(nn.Module):
         """
         step_rescale = self.config.step_rescale if step_rescale is None else step_rescale
         log_step = self.log_step[:, 0]
+        bidirectional = self.config.bidirectional
         if timesteps is None:
             is_bilinear = self.config.discretization == "bilinear"
-            scans = [(linear_scan, drive(x, self.B, *self.poles, log_step, step_rescale, is_bilinear))] * 2
+            scan = linear_scan
+            inputs = backward_inputs = drive(x, self.B, *self.poles, log_step, step_rescale, is_bilinear)
         else:
             dtype = torch.promote_types(x.dtype, torch.float32)
             step = step_rescale * log_step.to(dtype).exp()
             rate = torch.complex(*(part.to(dtype) * step for part in self.poles))
             # Time in units of Delta, by which u is multiplied here: B is smaller than what it drives.
             driven = product(x, step[:, None, None] * self.B.to(dtype))
+            times = timesteps.to(dtype)
+            if mask is not None:
+                times = times.masked_fill(~mask, 1)
             scan = functools.partial(s5_scan, discretization=self.config.discretization)
-            scans = [(scan, (driven, rate, times)) for times in _intervals(timesteps.to(dtype), mask, reset)]
+            inputs = driven, rate, times
+            backward_inputs = (driven, rate, _times_to_next(times, mask, reset)) if bidirectional else ()
         scale = 2.0 if self.config.conj_sym else 1.0
-        scan, inputs = scans[0]
         h, final = scan(*inputs, state, mask=mask, reset=reset, reset_state=reset_state)
-        if not self.config.bidirectional:
+        if not bidirectional:
             return skip(read(h, self.C, scale, x.dtype), x, self.D), final
-        scan, inputs = scans[1]
-        backward, _ = scan(*inputs, mask=mask, reset=reset, reverse=True)
+        backward, _ = scan(*backward_inputs, mask=mask, reset=reset, reverse=True)
         y = read(h, self.C1, scale, x.dtype) + read(backward, self.C2, scale, x.dtype)
         return skip(y, x, self.D), None
 
 
-def _intervals(timesteps: Tensor, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The times, (B, L), from the real sample before, and to the real sample after, 1 at the end of a document."""
-    batch, length = timesteps.shape
-    columns = torch.arange(length, device=timesteps.device).expand(batch, -1)
+def _times_to_next(times: Tensor, mask: Tensor | None, reset: Tensor | None) -> Tensor:
+    """From the times since the real sample before, (B, L), those to the real sample after, 1 at the end of a
+    document."""
+    batch, length = times.shape
+    columns = torch.arange(length, device=times.device).expand(batch, -1)
     if mask is not None:
-        timesteps = timesteps.masked_fill(~mask, 1)
         columns = torch.where(mask, columns, length)
     # The first real column after each; behind the last one there is `length`.
     after = F.pad(columns[:, 1:], (0, 1), value=length).flip(1).cummin(1).values.flip(1)
-    to_next = timesteps if reset is None else timesteps.masked_fill(reset, 1)
-    return timesteps, F.pad(to_next, (0, 1), value=1).gather(1, after)
+    to_next = times if reset is None else times.masked_fill(reset, 1)
+    return F.pad(to_next, (0, 1), value=1).gather(1, after)
 
 
 class ChannelDropout(nn.Dropout):

@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import shutil
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..files import saving
 from ..training.checkpoints import compare_versions, reading, versions
 from ..training.folder import RunFolder
 from .settings import TaskTraining
@@ -65,8 +63,6 @@ def save(folder: TaskFolder, training: TaskTraining, run: Trained, keep: int) ->
     Raises:
         OSError: it cannot be written; earlier ones are untouched.
     """
-    step = run.progress.step
-    temporary = folder.unfinished_checkpoint(step)
     tensors = {
         "model": run.model.state_dict(),
         "optimizer": run.optimizer.state_dict(),
@@ -77,15 +73,9 @@ def save(folder: TaskFolder, training: TaskTraining, run: Trained, keep: int) ->
         tensors["random_cuda"] = torch.cuda.get_rng_state(run.model.device)
     state = {"format": FORMAT, "versions": versions(), "settings": vars(training)}
     state |= {"progress": vars(run.progress), "examples": run.examples.bit_generator.state}
-    with saving(folder.checkpoint(step)):
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            torch.save(tensors, temporary / TENSORS)
-            (temporary / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-            folder.finish_checkpoint(step, keep)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with folder.new_checkpoint(run.progress.step, keep) as temporary:
+        torch.save(tensors, temporary / TENSORS)
+        (temporary / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
 
 def load(folder: TaskFolder, training: TaskTraining, run: Trained) -> None:

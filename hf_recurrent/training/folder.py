@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..files import UNFINISHED, existing, saving, sync, sync_tree, write_whole
@@ -199,21 +199,42 @@ class RunFolder:
                 warnings.warn(f"{path} is damaged ({fault}): passed over", stacklevel=2)
         return None
 
-    def unfinished_checkpoint(self, step: int) -> Path:
-        """Where a checkpoint is written until it is whole."""
-        return self.checkpoints / f"{UNFINISHED}{step:08d}"
+    @contextlib.contextmanager
+    def new_checkpoint(
+        self, step: int, keep: int, *, main: bool = True, wait: Callable[[], None] = lambda: None
+    ) -> Iterator[Path]:
+        """A temporary folder that becomes a checkpoint when it has been written; then all but the newest `keep` go.
 
-    def finish_checkpoint(self, step: int, keep: int) -> None:
-        """Give a checkpoint that has been written its name; then remove all but the newest `keep`."""
-        temporary = self.unfinished_checkpoint(step)
-        sizes = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in _files(temporary)}
-        (temporary / FILES).write_text(json.dumps(sizes, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        sync_tree(temporary)
-        os.rename(temporary, self.checkpoint(step))
-        sync(self.checkpoints)
-        self.kept()
-        for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
-            self._remove(old)
+        Args:
+            main: whether this is the process that creates and names it. All of them may write into it.
+            wait: returns when every process has called it.
+
+        Raises:
+            OSError: something could not be written; earlier checkpoints are untouched.
+        """
+        temporary, path = self.checkpoints / f"{UNFINISHED}{step:08d}", self.checkpoint(step)
+        with saving(path):
+            try:
+                if main:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    temporary.mkdir(parents=True)
+                wait()
+                yield temporary
+                wait()
+                if main:
+                    sizes = {file.relative_to(temporary).as_posix(): file.stat().st_size for file in _files(temporary)}
+                    text = json.dumps(sizes, indent=2, sort_keys=True) + "\n"
+                    (temporary / FILES).write_text(text, encoding="utf-8")
+                    sync_tree(temporary)
+                    os.rename(temporary, path)
+                    sync(self.checkpoints)
+                    self.kept()
+                    for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
+                        self._remove(old)
+            finally:
+                if main:
+                    shutil.rmtree(temporary, ignore_errors=True)
+        wait()
 
     def _remove(self, checkpoint: Path) -> None:
         """Under another name first, so that a kill leaves no checkpoint that lacks files."""

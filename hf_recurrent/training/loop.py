@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from accelerate.utils import gather_object, set_seed
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..files import saving, write_whole
+from ..files import write_whole
 from ..hub.code import write_code
 from ..messages import counted
 from ..modeling.configuration import RecurrentConfig
@@ -453,39 +452,25 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Save what a run needs to go on as if it had not stopped. It is there as a whole or not at all."""
-        step, path = self.state.step, self.folder.checkpoint(self.state.step)
-        if path.exists():
+        step, main, wait = self.state.step, self.accelerator.is_main_process, self.accelerator.wait_for_everyone
+        if self.folder.checkpoint(step).exists():
             return
         self._check_weights()
-        temporary = self.folder.unfinished_checkpoint(step)
-        main = self.accelerator.is_main_process
-        with saving(path):
-            try:
-                if main:
-                    shutil.rmtree(temporary, ignore_errors=True)
-                    temporary.mkdir(parents=True)
-                self.accelerator.wait_for_everyone()
-                # torch's format keeps tied weights tied; safetensors would drop one and warn of it every time.
-                self.accelerator.save_state(str(temporary), safe_serialization=False)
-                if main:
-                    self.tokenizer.save_pretrained(temporary / "tokenizer")
-                    (temporary / ARGUMENTS).write_text(to_yaml(*self.arguments), encoding="utf-8")
-                    saved = {
-                        "format": CHECKPOINT_FORMAT,
-                        "versions": checkpoints.versions(),
-                        "processes": self.processes,
-                        "rows_per_step": self.rows_per_step,
-                        "state": dataclasses.asdict(self.state),
-                        "digest": self.rows.digest,
-                    }
-                    (temporary / "state.json").write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
-                self.accelerator.wait_for_everyone()
-                if main:
-                    self.folder.finish_checkpoint(step, self.args.keep_checkpoints)
-            finally:
-                if main:
-                    shutil.rmtree(temporary, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
+        with self.folder.new_checkpoint(step, self.args.keep_checkpoints, main=main, wait=wait) as temporary:
+            # torch's format keeps tied weights tied; safetensors would drop one and warn of it every time.
+            self.accelerator.save_state(str(temporary), safe_serialization=False)
+            if main:
+                self.tokenizer.save_pretrained(temporary / "tokenizer")
+                (temporary / ARGUMENTS).write_text(to_yaml(*self.arguments), encoding="utf-8")
+                saved = {
+                    "format": CHECKPOINT_FORMAT,
+                    "versions": checkpoints.versions(),
+                    "processes": self.processes,
+                    "rows_per_step": self.rows_per_step,
+                    "state": dataclasses.asdict(self.state),
+                    "digest": self.rows.digest,
+                }
+                (temporary / "state.json").write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
 
     def save_model(self) -> None:
         """Put the model and its tokenizer into the output folder, as `from_pretrained` reads them."""

@@ -28,10 +28,8 @@ def save(folder, content):
 
 
 def checkpoint(folder, step, keep=2):
-    temporary = folder.unfinished_checkpoint(step)
-    temporary.mkdir(parents=True)
-    (temporary / "state.json").write_text(str(step))
-    folder.finish_checkpoint(step, keep)
+    with folder.new_checkpoint(step, keep) as temporary:
+        (temporary / "state.json").write_text(str(step))
 
 
 def test_a_failing_save_leaves_the_earlier_files(run):
@@ -68,7 +66,7 @@ def test_checkpoints_are_rotated(run):
 
 
 def test_an_unfinished_checkpoint_does_not_count(run):
-    run.unfinished_checkpoint(9).mkdir()
+    (run.checkpoints / ".unfinished-00000009").mkdir()
     (run.path / ".unfinished-model").mkdir()
     assert run.newest_checkpoint() == run.checkpoint(5)
     run.reopen(5)

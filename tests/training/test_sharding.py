@@ -17,6 +17,7 @@ from workers import finish, start_group
 
 import hf_recurrent
 from hf_recurrent.training import TrainArguments, checkpoints, distributed
+from hf_recurrent.training.model import families
 
 
 def goes_on(train_processes, folder, processes, *flags):
@@ -94,7 +95,7 @@ def test_every_family_is_sharded_by_blocks(tmp_path):
     rows = torch.arange(80).view(4, 20) % 37
     for name, values in json.loads(report.read_text()).items():
         family, precision = name.split()
-        model, optimizer = made(hf_recurrent.training.model.families()[family])
+        model, optimizer = made(families()[family])
         expected = []
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):

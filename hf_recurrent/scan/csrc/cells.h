@@ -398,27 +398,29 @@ struct ZeroOrderHold {
 
 // Longhorn (arXiv 2407.14207, section 3, the diagonal form): a state of channels x m with
 //   eps = beta / (1 + beta kk),  beta = sigma(dt),  kk = sum_m k_m^2;   S_m = (1 - eps k_m^2) S'_m + eps x k_m.
-// With e = eps and p = eps x the update is S_m = S'_m + k_m r, r = p - e k_m S'_m, so for the whole gradient g of S_m:
+// With u = e^-dt, eps = 1 / (1 + u + kk). With e = eps and p = eps x the update is S_m = S'_m + k_m r, r = p - e k_m S'_m, so
+// for the whole gradient g of S_m:
 //   dL/dp += g k_m;   dL/de -= g k_m^2 S'_m;   dL/dk_m += g (r - e k_m S'_m);   dL/dS'_m = g (1 - e k_m^2),
-// and from them dL/dx = e dL/dp, dL/deps = dL/de + x dL/dp, dL/dbeta = dL/deps (eps / beta)^2, dL/dkk = -eps^2 dL/deps.
+// and from them dL/dx = e dL/dp, dL/deps = dL/de + x dL/dp, dL/ddt = u eps^2 dL/deps, dL/dkk = -eps^2 dL/deps.
 template <class T>
 struct LonghornCell {
-  HFR_INLINE static T rate(T dt, T kk, T& beta, T& beta_slope) {
-    T complement;
-    logistic(dt, beta, complement);
-    beta_slope = beta * complement;
-    return beta / (T(1) + beta * kk);
+  // eps, and its slope over dt.
+  HFR_INLINE static T rate(T dt, T kk, T& slope) {
+    T limit = dt < T(-87) ? T(-87) : dt;  // as in logistic
+    T u = exponential(-limit), e = T(1) / (T(1) + u + kk);
+    slope = e * u * e;
+    return e;
   }
 
   HFR_INLINE static T forward(T s, T e, T p, T k) { return s + k * (p - e * k * s); }
 
   // Adds to dp and de, returns the gradient of S' and, in dk, this channel's share of that of k.
   HFR_INLINE static T backward(T s, T e, T p, T k, T g, T& dp, T& de, T& dk) {
-    T gk = g * k, eks = e * k * s;
+    T gk = g * k, ks = k * s;
     dp += gk;
-    de -= gk * k * s;
-    dk = g * (p - eks - eks);
-    return g - e * k * gk;
+    de -= gk * ks;
+    dk = g * (p - (e + e) * ks);
+    return g - e * gk * k;
   }
 };
 

@@ -11,25 +11,14 @@
 #include <vector>
 
 #include "cells.h"
+#include "lanes.h"
 
 namespace {
 
 using namespace hfr;
 
-#if defined(__AVX512F__)
-constexpr int kBytes = 64;
-#elif defined(__AVX__)
-constexpr int kBytes = 32;
-#else
-constexpr int kBytes = 16;
-#endif
 constexpr int64_t kTile = 16;   // positions
 constexpr int64_t kColumns = 4;  // whose states are in registers at once
-
-template <class Real>
-struct Vector {
-  typedef Real type __attribute__((vector_size(kBytes)));
-};
 
 // Four neighbouring numbers of each of four lanes, to four vectors of the lanes, `stride` apart.
 template <class Real>
@@ -130,14 +119,10 @@ struct Block {
     return start + state_size();
   }
 
-  static Lanes lanes(const Real* from) {
-    Lanes x;
-    memcpy(&x, from, sizeof x);
-    return x;
-  }
+  static Lanes lanes(const Real* from) { return Vector<Real>::load(from); }
   static void get(const Real* from, Lanes& x) { x = lanes(from); }
   static void get(const Real* from, Complex<Lanes>& x) { x.re = lanes(from), x.im = lanes(from + kLanes); }
-  static void put(Lanes x, Real* to) { memcpy(to, &x, sizeof x); }
+  static void put(Lanes x, Real* to) { Vector<Real>::store(x, to); }
   static void put(Complex<Lanes> x, Real* to) { put(x.re, to), put(x.im, to + kLanes); }
   static void put_lane(Real x, Real* to) { *to = x; }
   static void put_lane(Complex<Real> x, Real* to) { to[0] = x.re, to[kLanes] = x.im; }

@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "lines.h"
 #include "recurrence.h"
 #include "rows.h"
 
@@ -22,7 +23,7 @@ struct Problem {
   char* out;           // (rows, outputs) contiguous
 };
 
-constexpr int64_t kAhead = 4096, kLine = 64;  // bytes
+constexpr int64_t kAhead = 4096;  // bytes
 
 template <class T, class State>
 State product(const T* w, const State* x, int64_t n) {
@@ -69,7 +70,7 @@ void run(const Problem& p) {
   for (int64_t o = 0; o < p.outputs; ++o) {
     const T* w = reinterpret_cast<const T*>(p.weight) + o * n;
     const char* bytes = reinterpret_cast<const char*>(w);
-    for (int64_t at = 0; at < int64_t(n * sizeof(T)); at += kLine) __builtin_prefetch(bytes + kAhead + at);
+    request<false>(bytes + kAhead, n * sizeof(T));
     for (int64_t r = 0; r < p.rows; ++r) {  // after the first one, the weights are in the cache
       const State* x = wide.data() + r * n;
       State sum;

@@ -104,10 +104,7 @@ struct Tile {
     for (int i = 0; i < kElements; ++i) {
       const int at = i * kThreads + threadIdx.x, step = at / kChannels, channel = at % kChannels;
       if (step >= kSteps) continue;
-      State beta, beta_slope;
-      const State e = Cell::rate(load(dt[i]), shared.kk[step], beta, beta_slope);
-      const State damping = State(1) / (State(1) + beta * shared.kk[step]);  // e / beta
-      slope[i] = damping * damping * beta_slope;
+      const State e = Cell::rate(load(dt[i]), shared.kk[step], slope[i]);
       shared.e[step][channel] = e;
       if (pushes) shared.push[step][channel] = e * load(x[i]);
       if (grads) shared.grad[step][channel] = load(grad[i]);

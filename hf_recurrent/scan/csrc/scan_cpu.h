@@ -18,6 +18,7 @@
 
 #include "cells.h"
 #include "independent.h"
+#include "lines.h"
 
 namespace {
 
@@ -26,7 +27,6 @@ using namespace hfr;
 constexpr int kMaxInputs = 5;
 constexpr int64_t kBlock = 2048;  // channels a thread takes at once: their float32 state is a quarter of a 32 KiB L1 cache
 constexpr int64_t kChunk = 64;   // channels between two requests for rows ahead: a few lines at a time keep memory busy
-constexpr int64_t kLine = 64;     // bytes of a cache line
 constexpr int64_t kAhead = 2048;  // bytes of a tensor, at least, between a request and its use
 // The same on the way back, which reads more tensors: of complex numbers, whose rows are twice as long, a fifth of the time is
 // lost where requests are one row ahead.
@@ -223,12 +223,6 @@ bool faded(const State* product, int64_t n) {
 }
 
 // Asks for the lines of n elements, to be read or (write) overwritten soon.
-template <bool write, class T>
-void request(const T* from, int64_t n) {
-  const char* line = reinterpret_cast<const char*>(from);
-  for (int64_t i = 0; i < n * (int64_t)sizeof(T); i += kLine) __builtin_prefetch(line + i, write);
-}
-
 #ifdef __SSE2__
 constexpr bool kCanStream = true;
 #else
