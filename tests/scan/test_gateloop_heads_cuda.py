@@ -150,6 +150,18 @@ def test_padded_sizes_add_nothing(host):
     assert (y[:, 3:] == float("inf")).all() and y[:, :3].isfinite().all()
 
 
+def test_padding_holds_anything(host):
+    """What is not finite at padding, but for q, which reads the state there too, reaches nothing else."""
+    mask, reset = mask_and_reset(3, 9)
+    inputs = inputs_for(3, 9, 2, 4, 4, FLOAT)
+    for x in inputs[1:4]:
+        x[~mask] = float("nan")
+    leaves = [x.requires_grad_() for x in inputs]
+    y, final = gateloop_heads_scan(*leaves, mask=mask, reset=reset)
+    *grads, grad_state = torch.autograd.grad(y.sum() + final.real.sum(), leaves)
+    assert all(x.isfinite().all() for x in (y, final, grad_state, *(grad[mask] for grad in grads)))
+
+
 def test_strided_inputs(host):
     q, k, v, a, state = inputs_for(2, 12, 3, 4, 4, FLOAT)
     want = gateloop_heads_scan(q, k, v, a, state)
