@@ -590,8 +590,9 @@ HFR_KERNEL(kForwardBlocks) gateloop_heads_backward_segments(HFR_PROBLEM, HFR_HEA
 
 // scratch: where kTiles > 1, (gridDim.y, kTiles, one row's state), of which each block uses its own.
 HFR_KERNEL(kBackwardBlocks)
-gateloop_heads_backward(HFR_PROBLEM, HFR_HEADS(T, grad_y), State* checkpoints, State* scratch, const State* grad_final, State* grad_initial,
-                        Gradient* grad_q, Gradient* grad_k, T* grad_v, Number* grad_a, State* grad_start) {
+gateloop_heads_backward(HFR_PROBLEM, HFR_HEADS(T, grad_y), State* checkpoints, State* scratch, const State* grad_final,
+                        State* grad_initial, Gradient* grad_q, Gradient* grad_k, T* grad_v, Number* grad_a,
+                        State* grad_start) {
   HFR_DESCRIBE(BackwardShared)
   const Heads<T> grad = HFR_VIEW(grad_y);
   const Gradients to = {grad_q, grad_k, grad_a, grad_v, grad_start};
