@@ -317,7 +317,7 @@ HFR_INLINE Complex<T> unit(T x) {
 struct Exact {
   using Any = Exact;
   static constexpr bool within = false;
-  static constexpr float unscaled = 0;  // minLSTM's gates above it need no common scale
+  static constexpr float unscaled = 0;  // gates of minLSTM above it need no common scale
 
   template <class T>
   HFR_INLINE static T exponential(T x) { return hfr::exponential(x); }

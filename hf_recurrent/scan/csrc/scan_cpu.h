@@ -382,11 +382,10 @@ struct Block {
   }
 
   void forward(State* state) {
-    if (Cell::reads && p.h.data) {
-      forward<true>(state);
-    } else {
-      forward<false>(state);
+    if constexpr (Cell::reads) {
+      if (p.h.data) return forward<true>(state);
     }
+    forward<false>(state);
   }
 
   template <bool saved>
