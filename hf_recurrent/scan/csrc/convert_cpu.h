@@ -1,6 +1,6 @@
 // Rows of 16-bit numbers to float and back, on CPUs: by the processor's instructions where it has them (AVX-512, F16C), since
-// compilers find none of them in the integer forms of recurrence.h. Those take eight to fourteen instructions for each vector that
-// is rounded, which is as many as an exponential.
+// compilers find none of them in the integer forms of recurrence.h, of which a vector takes nine or more to round. Not inlined:
+// every loop of every cell calls them, and would be compiled for a third longer.
 #pragma once
 #include <stdint.h>
 
@@ -10,6 +10,8 @@
 
 #include "independent.h"
 #include "recurrence.h"
+
+#define HFR_SHARED __attribute__((noinline)) inline
 
 namespace {
 
@@ -26,7 +28,7 @@ void narrow_each(const float* __restrict__ from, T* __restrict__ to, int64_t n) 
 }
 
 // Rounds to nearest, ties to even; NaN stays NaN. AVX-512 makes zero of what is below the least normal number, 1.2e-38.
-inline void narrow(const float* from, hfr::BFloat16* to, int64_t n) {
+HFR_SHARED void narrow(const float* from, hfr::BFloat16* to, int64_t n) {
 #if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__)
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
@@ -43,7 +45,7 @@ inline void narrow(const float* from, hfr::BFloat16* to, int64_t n) {
 #endif
 }
 
-inline void widen(const hfr::Float16* from, float* to, int64_t n) {
+HFR_SHARED void widen(const hfr::Float16* from, float* to, int64_t n) {
   int64_t i = 0;
 #ifdef __AVX512F__
   for (; i + 16 <= n; i += 16) {
@@ -57,7 +59,7 @@ inline void widen(const hfr::Float16* from, float* to, int64_t n) {
   widen_each(from + i, to + i, n - i);
 }
 
-inline void narrow(const float* from, hfr::Float16* to, int64_t n) {
+HFR_SHARED void narrow(const float* from, hfr::Float16* to, int64_t n) {
   int64_t i = 0;
 #ifdef __AVX512F__
   for (; i + 16 <= n; i += 16) {
