@@ -9,7 +9,8 @@
 // All are scalar functions of one channel; the loops of scan_cpu.h and scan_cuda.cu run them over time and channels.
 // x and dx have `inputs` numbers, and where the cell is `timed` one more: what the position's channels have in common, a real
 // number, of whose gradient the loops form the sum over the channels. `apart`: most of its work is for both parts of complex
-// inputs at once (scan_cpu.h says what for).
+// inputs at once (scan_cpu.h says what for). Real cells compute exponentials and angles with a `Math` of recurrence.h, of inputs
+// from `first_gate` on; `With<Math>` is the same cell with another.
 #pragma once
 #include "recurrence.h"
 
@@ -54,13 +55,13 @@ struct LinearCell : GivesState<T> {
 
 // The candidate of minGRU and minLSTM and its slope: c = x (vanilla), or c = g(x), g(x) = x + 1/2 for x >= 0 and
 // sigma(x) below (positive: the papers' log-space variant); g' = 1 for x >= 0 and sigma(x) sigma(-x) below.
-template <bool positive, class T>
+template <class Math, bool positive, class T>
 HFR_INLINE void candidate(T x, T& value, T& slope) {
   value = x;
   slope = T(1);
   if (positive) {
     T s, complement;
-    logistic(x, s, complement);
+    logistic<Math>(x, s, complement);
     value = x >= T(0) ? x + T(0.5) : s;
     slope = x >= T(0) ? T(1) : s * complement;
   }
@@ -68,16 +69,19 @@ HFR_INLINE void candidate(T x, T& value, T& slope) {
 
 // minGRU (arXiv 2410.01201): z = sigma(gate), h = (1 - z) h' + z c.  With a = 1 - z = sigma(-gate):
 //   dL/dh' = g a;   dL/dgate = g (c - h') z a;   dL/dhidden = g z c'(hidden).
-template <class T, bool positive>
+template <class T, bool positive, class Math = Exact>
 struct MinGRUCell : GivesState<T> {
+  template <class Other>
+  using With = MinGRUCell<T, positive, Other>;
+  static constexpr int first_gate = positive ? 0 : 1;
   static constexpr int inputs = 2;  // hidden, gate
   static constexpr int backward_inputs = 2;
   static constexpr bool first_may_be_constant = false;
 
   HFR_INLINE static void coefficients(const T (&x)[2], T& a, T& b) {
     T c, slope, z;
-    candidate<positive>(x[0], c, slope);
-    logistic(x[1], z, a);
+    candidate<Math, positive>(x[0], c, slope);
+    logistic<Math>(x[1], z, a);
     b = z * c;
   }
 
@@ -89,8 +93,8 @@ struct MinGRUCell : GivesState<T> {
 
   HFR_INLINE static T backward(const T (&x)[2], T h, T g, T (&dx)[2]) {
     T c, slope, z, a;
-    candidate<positive>(x[0], c, slope);
-    logistic(x[1], z, a);
+    candidate<Math, positive>(x[0], c, slope);
+    logistic<Math>(x[1], z, a);
     dx[0] = g * z * slope;
     dx[1] = g * (c - h) * z * a;
     return g * a;
@@ -99,22 +103,28 @@ struct MinGRUCell : GivesState<T> {
 
 // minLSTM (arXiv 2410.01201): f = sigma(forget), i = sigma(input), h = f/(f+i) h' + i/(f+i) c.
 // The weights are a = I / (F + I) and b = F / (F + I) with F = 1 + e^-forget and I = 1 + e^-input, both divided by the
-// largest of the three exponentials, so that two shut gates keep their proportion.
+// largest of the three exponentials, so that two shut gates keep their proportion (only where a gate is below `unscaled`).
 //   dL/dh' = g a;  dL/dhidden = g b c';  dL/dforget = g (h' - c) a b sigma(-forget);  dL/dinput = g (c - h') a b sigma(-input).
-template <class T, bool positive>
+template <class T, bool positive, class Math = Exact>
 struct MinLSTMCell : GivesState<T> {
+  template <class Other>
+  using With = MinLSTMCell<T, positive, Other>;
+  static constexpr int first_gate = positive ? 0 : 1;
   static constexpr int inputs = 3;  // hidden, forget, input
   static constexpr int backward_inputs = 3;
   static constexpr bool first_may_be_constant = false;
 
   HFR_INLINE static void weights(T forget, T input, T& a, T& b, T& forget_shut, T& input_shut) {
-    // A gate of -inf as the most negative number, so that the differences below stay defined.
-    forget = forget < T(-3e38) ? T(-3e38) : forget;
-    input = input < T(-3e38) ? T(-3e38) : input;
-    T least = forget < input ? forget : input;
-    T largest = least < T(0) ? -least : T(0);
-    T one = exponential(-largest);
-    T f = exponential(-forget - largest), i = exponential(-input - largest);
+    T largest = T(0), one = T(1);
+    if (!Math::within) {
+      // A gate of -inf as the most negative number, so that the differences below stay defined.
+      forget = forget < T(-3e38) ? T(-3e38) : forget;
+      input = input < T(-3e38) ? T(-3e38) : input;
+      T least = forget < input ? forget : input;
+      largest = least < T(Math::unscaled) ? -least : T(0);
+      one = Math::exponential(-largest);
+    }
+    T f = Math::exponential(-forget - largest), i = Math::exponential(-input - largest);
     T scale = T(1) / (one + f + one + i);
     a = (one + i) * scale;
     b = (one + f) * scale;
@@ -124,7 +134,7 @@ struct MinLSTMCell : GivesState<T> {
 
   HFR_INLINE static void coefficients(const T (&x)[3], T& a, T& b) {
     T c, slope, forget_shut, input_shut;
-    candidate<positive>(x[0], c, slope);
+    candidate<Math, positive>(x[0], c, slope);
     weights(x[1], x[2], a, b, forget_shut, input_shut);
     b = b * c;
   }
@@ -137,7 +147,7 @@ struct MinLSTMCell : GivesState<T> {
 
   HFR_INLINE static T backward(const T (&x)[3], T h, T g, T (&dx)[3]) {
     T c, slope, a, b, forget_shut, input_shut;
-    candidate<positive>(x[0], c, slope);
+    candidate<Math, positive>(x[0], c, slope);
     weights(x[1], x[2], a, b, forget_shut, input_shut);
     dx[0] = g * b * slope;
     dx[1] = g * (h - c) * a * forget_shut;
@@ -155,6 +165,9 @@ struct MinLSTMCell : GivesState<T> {
 // their complex product, k v and its complex copy, the scan, and the product with q, all of them in float32.
 template <class T, class Transition>
 struct GateLoopCell {
+  template <class Other>
+  using With = GateLoopCell<T, typename Transition::template With<Other>>;
+  static constexpr int first_gate = 3;
   using State = typename Transition::State;
   static constexpr int inputs = 3 + Transition::inputs;  // q, k, v, and the transition's
   static constexpr int backward_inputs = inputs;
@@ -191,39 +204,41 @@ struct GateLoopCell {
 };
 
 // |a| and its slope: sigma(x), or exp(-exp(x)), of which nothing is left from x = 5 on.
-template <bool exponential_, class T>
+template <class Math, bool exponential_, class T>
 HFR_INLINE void magnitude(T x, T& value, T& slope) {
   if (exponential_) {
-    const T e = exponential(x > T(5) ? T(5) : x);
-    value = exponential(-e);
+    const T e = Math::exponential(x > T(5) ? T(5) : x);
+    value = Math::Any::exponential(-e);
     slope = -e * value;
   } else {
     T complement;
-    logistic(x, value, complement);
+    logistic<Math>(x, value, complement);
     slope = value * complement;
   }
 }
 
 // a = f(alpha) exp(i g(beta)), g(x) = x or pi tanh(x), tanh(x) = sigma(2x) - sigma(-2x). With u = exp(i g):
 //   dL/df = Re(conj(u) da);   dL/dg = Im(conj(a) da)   (PyTorch's convention: da = dL/dRe a + i dL/dIm a).
-template <class T, bool exponential_, bool tanh_>
+template <class T, bool exponential_, bool tanh_, class Math = Exact>
 struct PolarTransition {
+  template <class Other>
+  using With = PolarTransition<T, exponential_, tanh_, Other>;
   using State = Complex<T>;
   static constexpr int inputs = 2;  // alpha, beta
   T size, size_slope, angle_slope;
   Complex<T> u, a;
 
   HFR_INLINE explicit PolarTransition(const T* x) {
-    magnitude<exponential_>(x[0], size, size_slope);
+    magnitude<Math, exponential_>(x[0], size, size_slope);
     T angle = x[1];
     angle_slope = T(1);
     if (tanh_) {
       T s, complement;
-      logistic(x[1] + x[1], s, complement);
+      logistic<Math>(x[1] + x[1], s, complement);
       angle = T(3.14159265358979324) * (s - complement);
       angle_slope = T(12.5663706143591730) * s * complement;
     }
-    u = unit(angle);
+    u = Math::unit(angle);
     a = size * u;
   }
 
@@ -235,21 +250,25 @@ struct PolarTransition {
 };
 
 // a = f(alpha): the state is real.
-template <class T, bool exponential_>
+template <class T, bool exponential_, class Math = Exact>
 struct RealTransition {
+  template <class Other>
+  using With = RealTransition<T, exponential_, Other>;
   using State = T;
   static constexpr int inputs = 1;  // alpha
   T slope, a;
 
-  HFR_INLINE explicit RealTransition(const T* x) { magnitude<exponential_>(x[0], a, slope); }
+  HFR_INLINE explicit RealTransition(const T* x) { magnitude<Math, exponential_>(x[0], a, slope); }
 
   HFR_INLINE void backward(T da, T* dx) const { dx[0] = da * slope; }
 };
 
 // a = f(|c|) c / |c|, f(0) at c = 0. With u = c / |c| and conj(u) da = x + i y:  dL/dc = u (f' x + i y f / |c|), and at c = 0,
 // where neither |c| nor its phase has a derivative, 0.
-template <class T, bool exponential_>
+template <class T, bool exponential_, class Math = Exact>
 struct CartesianTransition {
+  template <class Other>
+  using With = CartesianTransition<T, exponential_, Other>;
   using State = Complex<T>;
   static constexpr int inputs = 2;  // Re c, Im c
   T size, value, slope;
@@ -257,7 +276,7 @@ struct CartesianTransition {
 
   HFR_INLINE explicit CartesianTransition(const T* x) {
     u = direction(Complex<T>(x[0], x[1]), size);
-    magnitude<exponential_>(size, value, slope);
+    magnitude<Math, exponential_>(size, value, slope);
     a = value * u;
   }
 

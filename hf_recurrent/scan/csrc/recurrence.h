@@ -236,24 +236,9 @@ HFR_INLINE void exponentials(double x, double& value, double& less_one) {
 #endif
 }
 
-// sigma(x) and sigma(-x) = 1 - sigma(x), both to full relative precision: the complement of a saturated gate is the decay
-// that a long memory lives on, so it must not be formed by subtraction.
-template <class T>
-HFR_INLINE void logistic(T x, T& value, T& complement) {
-  T limit = x < T(-87) ? T(-87) : x;  // keeps e finite in double precision as well
-  T e = exponential(-limit);
-  value = T(1) / (T(1) + e);
-  complement = e * value;
-}
-
-// cos(x) + i sin(x), within 2 ulp of the larger of the two, branch-free. The multiple of pi/2 nearest to x is taken off in
-// double precision, in which one constant does for all |x| < 2^30; beyond, where neighbouring numbers lie more than twenty
-// turns apart, it is NaN. Then the polynomials of degree 7 and 8 for |r| <= pi/4.
+// cos(x) + i sin(x) of x = r + quadrant pi/2, |r| <= pi/4, plus `nothing`, by polynomials of degree 7 and 8.
 // cosine_less_one: cos(x) - 1, to full relative precision.
-HFR_INLINE Complex<float> unit(float x, float& cosine_less_one) {
-  const double rounding = 6755399441055744.0;  // 1.5 * 2^52: the integer part ends up in the low mantissa bits
-  const double n = (double)x * 0.63661977236758134 + rounding;
-  const float r = (float)((double)x - (n - rounding) * 1.5707963267948966);
+HFR_INLINE Complex<float> unit(float r, unsigned int quadrant, float nothing, float& cosine_less_one) {
   const float r2 = r * r;
   float sine = -1.95146316e-4f;
   sine = sine * r2 + 8.33215605e-3f;
@@ -264,13 +249,22 @@ HFR_INLINE Complex<float> unit(float x, float& cosine_less_one) {
   cosine = cosine * r2 + 4.16666467e-2f;
   const float fall = cosine * r2 * r2 - 0.5f * r2;
   cosine = fall + 1.0f;
-  const unsigned int quadrant = low_bits(n);
-  const float nothing = x < 1073741824.0f && x > -1073741824.0f ? 0.0f : float_from_bits(0x7fc00000u);
   const float first = (quadrant & 1u) ? sine : cosine, second = (quadrant & 1u) ? cosine : sine;
   const Complex<float> u = {float_from_bits(bits_from_float(first) ^ ((quadrant + 1u) & 2u) << 30) + nothing,
                             float_from_bits(bits_from_float(second) ^ (quadrant & 2u) << 30) + nothing};
   cosine_less_one = (quadrant & 3u) ? u.re - 1.0f : fall;
   return u;
+}
+
+// The same of any x, within 2 ulp of the larger of the two, branch-free. The multiple of pi/2 nearest to x is taken off in
+// double precision, in which one constant does for all |x| < 2^30; beyond, where neighbouring numbers lie more than twenty
+// turns apart, it is NaN.
+HFR_INLINE Complex<float> unit(float x, float& cosine_less_one) {
+  const double rounding = 6755399441055744.0;  // 1.5 * 2^52: the integer part ends up in the low mantissa bits
+  const double n = (double)x * 0.63661977236758134 + rounding;
+  const float r = (float)((double)x - (n - rounding) * 1.5707963267948966);
+  const float nothing = x < 1073741824.0f && x > -1073741824.0f ? 0.0f : float_from_bits(0x7fc00000u);
+  return unit(r, low_bits(n), nothing, cosine_less_one);
 }
 
 // The same in double precision, by Taylor's series, of which the terms left out are below 5e-17.
@@ -315,6 +309,83 @@ HFR_INLINE Complex<T> unit(T x) {
   T cosine_less_one;
   return unit(x, cosine_less_one);
 }
+
+// ---- how exactly ----------------------------------------------------------------------------------------------------
+
+// What cells compute exponentials and angles with, their `Math`. `Any` is one as exact for arguments of any size. The first is
+// to the type's own precision.
+struct Exact {
+  using Any = Exact;
+  static constexpr bool within = false;
+  static constexpr float unscaled = 0;  // gates of minLSTM above it need no common scale
+
+  template <class T>
+  HFR_INLINE static T exponential(T x) { return hfr::exponential(x); }
+  template <class T>
+  HFR_INLINE static Complex<T> unit(T x) { return hfr::unit(x); }
+};
+
+constexpr float kWithin = 40;
+
+struct Short;
+
+// For tensors of 16 bits whose gates and angles are at most kWithin, so that nothing overflows. exp(x) is 2^n 2^f, |f| <= 1/2,
+// with 2^f = 1 + f q(f), q the polynomial of degree 3 whose largest relative error is the least: exp(x) and, near zero,
+// 1 - exp(x) are within 2e-5 of themselves, a hundredth of bfloat16's rounding and a twelfth of float16's. It does not grow
+// over time: where e is off by a factor 1 + d, so is (1 - a) / a with a = 1 / (1 + e) or e / (1 + e), and a is rounded as
+// ever. So a state remembers 1 / (1 - a) steps to 2e-5, a long memory like a short one. Angles have no such complement and stay
+// as exact as floats; only their quarter turns are taken off in single precision, pi/2 being two numbers, the first of 8 bits.
+struct ShortWithin {
+  using Any = Short;
+  static constexpr bool within = true;
+  static constexpr float unscaled = -kWithin;
+
+  HFR_INLINE static float exponential(float x) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23: the integer part ends up in the low mantissa bits
+    const float shifted = x * 1.44269504f + magic;
+    const float f = x * 1.44269504f - (shifted - magic);
+    float q = 9.61811095e-3f;
+    q = q * f + 5.58372885e-2f;
+    q = q * f + 2.40232527e-1f;
+    q = q * f + 6.93136871e-1f;
+    return float_from_bits(bits_from_float(q * f + 1.0f) + (bits_from_float(shifted) << 23));
+  }
+
+  HFR_INLINE static Complex<float> unit(float x) {
+    const float magic = 12582912.0f;
+    const float shifted = x * 0.636619772f + magic, n = shifted - magic;
+    const float r = (x - n * 1.5703125f) - n * 4.83826795e-4f;
+    float cosine_less_one;
+    return hfr::unit(r, bits_from_float(shifted), 0.0f, cosine_less_one);
+  }
+};
+
+// The same for any arguments: those within are computed alike.
+struct Short {
+  using Any = Short;
+  static constexpr bool within = false;
+  static constexpr float unscaled = -kWithin;
+
+  HFR_INLINE static float exponential(float x) {
+    x = x > 87.0f ? 87.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    return ShortWithin::exponential(x);
+  }
+
+  HFR_INLINE static Complex<float> unit(float x) { return hfr::unit(x); }
+};
+
+// sigma(x) and sigma(-x) = 1 - sigma(x), both to full relative precision: the complement of a saturated gate is the decay
+// that a long memory lives on, so it must not be formed by subtraction.
+template <class Math = Exact, class T>
+HFR_INLINE void logistic(T x, T& value, T& complement) {
+  T limit = x < T(-87) && !Math::within ? T(-87) : x;  // keeps e finite in double precision as well
+  T e = Math::exponential(-limit);
+  value = T(1) / (T(1) + e);
+  complement = e * value;
+}
+
+// ---- complex quotients ----------------------------------------------------------------------------------------------
 
 // 1 / x, for |x| between 1e-9 and 1e28: moved by 2^30 both ways, so that the squares stay in a float's range.
 template <class T>

@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <type_traits>
 #include <utility>
 #include <vector>
 #ifdef __linux__
@@ -17,6 +18,7 @@
 #endif
 
 #include "cells.h"
+#include "convert_cpu.h"
 #include "independent.h"
 #include "lines.h"
 
@@ -26,7 +28,7 @@ using namespace hfr;
 
 constexpr int kMaxInputs = 5;
 constexpr int64_t kBlock = 2048;  // channels a thread takes at once: their float32 state is a quarter of a 32 KiB L1 cache
-constexpr int64_t kChunk = 64;   // channels between two requests for rows ahead: a few lines at a time keep memory busy
+constexpr int64_t kChunk = 64;    // channels between two requests for rows ahead: a few lines at a time keep memory busy
 constexpr int64_t kAhead = 2048;  // bytes of a tensor, at least, between a request and its use
 // The same on the way back, which reads more tensors: of complex numbers, whose rows are twice as long, a fifth of the time is
 // lost where requests are one row ahead.
@@ -97,8 +99,13 @@ struct Numbers {
   }
 };
 
-// A position's numbers of one kind, up to kChunk, as the loops below read and write them: where they lie.
-template <class T, bool apart>
+// Of 16 bits more, since what is done once for a chunk takes as long; but of 128 backward of GateLoop, which walks thirteen
+// tensors at once, would take a quarter longer.
+template <class T>
+constexpr int64_t kChunkOf = sizeof(T) == 2 ? 96 : kChunk;
+
+// A position's numbers of one kind, up to a chunk, as the loops below read and write them: where they lie.
+template <class T, bool apart, class = void>
 struct Channels {
   T* data;
 
@@ -127,6 +134,21 @@ struct Channels<T, true> {
   }
 };
 
+// Or numbers of 16 bits as floats: whole rows of them are converted by instructions that compilers do not find in the loop,
+// where all they do well is to widen bfloat16, by a shift.
+template <class T>
+struct Channels<T, false, std::enable_if_t<sizeof(T) == 2 && !std::is_same<T, const BFloat16>::value>> {
+  alignas(kLine) float wide[kChunkOf<T>];
+  T* data;
+
+  HFR_INLINE Channels(T* from, int64_t n) : data(from) {
+    if constexpr (std::is_const<T>::value) widen(from, wide, n);
+  }
+  HFR_INLINE float get(int64_t i) const { return wide[i]; }
+  HFR_INLINE void set(int64_t i, float x) { wide[i] = x; }
+  HFR_INLINE void write(int64_t n) const { narrow(wide, data, n); }
+};
+
 // `saved`: whether the states are written too, where they are not what the cell gives. `masked`: they pass. Where they are kept
 // apart, `y` is left to the caller: it is a copy of them.
 template <class Cell, bool saved, bool masked, class T, class H, size_t... I>
@@ -135,16 +157,20 @@ void forward_row(const Rows<T>& rows, int64_t first, typename Cell::State* __res
   using State = typename Cell::State;
   const Channels<const T, Cell::apart> x_row[] = {{rows.x[I] + first, n}...};
   Channels<State, Cell::apart> states(state, n);
+  Channels<T, false> given(y, 0);
+  Channels<H, false> kept(h, 0);
   const Value<T> time = rows.time;
   HFR_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
     const auto [x] = Numbers<Cell, T>(time, x_row[I].get(i)...);
     State s = masked ? states.get(i) : Cell::forward(x, states.get(i));
     states.set(i, s);
-    if constexpr (!Cell::apart) store(Cell::read(x, s), y[i]);
-    if constexpr (saved) store(s, h[i]);
+    if constexpr (!Cell::apart) given.set(i, Cell::read(x, s));
+    if constexpr (saved) kept.set(i, s);
   }
   states.write(n);
+  if constexpr (!Cell::apart) given.write(n);
+  if constexpr (saved) kept.write(n);
 }
 
 // P is the storage type of h_prev: that of a row of h, or the state type for the initial state.
@@ -193,6 +219,29 @@ void summary_row(const Rows<T>& rows, const T* grad_y, typename Cell::State* __r
     }
     product[i] = next;
   }
+}
+
+// How a cell is computed where the tensors hold T: with Math if they are of 16 bits and it has exponentials.
+template <class Cell, class T, class Math, class = void>
+struct Computed { using type = Cell; };
+template <class Cell, class T, class Math>
+struct Computed<Cell, T, Math, std::enable_if_t<sizeof(T) == 2 && Cell::first_gate >= 0>> {
+  using type = typename Cell::template With<Math>;
+};
+
+// Whether what a cell computes exponentials of is at most kWithin, in n channels from the first on.
+template <class Cell, class T, size_t... I>
+bool within(const Rows<T>& rows, int64_t first, int64_t n, std::index_sequence<I...>) {
+  T limit;
+  store(kWithin, limit);
+  const T* const gates[] = {rows.x[Cell::first_gate + I] + first...};
+  // Magnitudes are in the order of their bits, NaN above all numbers: what is beyond has a difference whose sign bit is set.
+  unsigned short differences = 0;
+#pragma omp simd reduction(| : differences)
+  for (int64_t i = 0; i < n; ++i) {
+    differences |= ((unsigned short)(limit.bits - (gates[I][i].bits & 0x7fffu)) | ...);
+  }
+  return !(differences & 0x8000u);
 }
 
 // Less than this is left of a state: nothing that could be seen next to what has been added since, even if that is smaller by
@@ -253,6 +302,9 @@ template <class Cell, class T>
 struct Block {
   using State = typename Cell::State;
   using Saved = typename SavedAs<T, State>::type;
+  using Any = typename Computed<Cell, T, Short>::type;
+  using Within = typename Computed<Cell, T, ShortWithin>::type;
+  static constexpr int64_t kChunk = kChunkOf<T>;
   static constexpr auto kIndices = std::make_index_sequence<Cell::inputs>();
 
   const Problem& p;
@@ -293,6 +345,14 @@ struct Block {
     return rows;
   }
 
+  static bool is_within(const Rows<T>& rows, int64_t first, int64_t size) {
+    if constexpr (std::is_same<Any, Within>::value) {
+      return true;
+    } else {
+      return within<Cell>(rows, first, size, std::make_index_sequence<Cell::inputs - Cell::first_gate>());
+    }
+  }
+
   // What these steps make of the state that enters them, which is conj(product) * state + sum, or of its gradient, which is
   // product * gradient + sum. From where it leaves to where it enters, as far as anything of it is left.
   template <bool backwards>
@@ -304,9 +364,9 @@ struct Block {
       if (!(backwards && drop)) {
         const T* grad_y = backwards ? row(p.y, b, t, d, n, copies[kMaxInputs]) : nullptr;
         if (!masked) {
-          summary_row<Cell, backwards, false>(inputs(t), grad_y, product, sum, n, kIndices);
+          summary_row<Any, backwards, false>(inputs(t), grad_y, product, sum, n, kIndices);
         } else if (backwards) {
-          summary_row<Cell, backwards, true>(inputs(t), grad_y, product, sum, n, kIndices);
+          summary_row<Any, backwards, true>(inputs(t), grad_y, product, sum, n, kIndices);
         }
       }
       if (drop || (count % 16 == 0 && faded(product, n))) {
@@ -317,11 +377,10 @@ struct Block {
   }
 
   void forward(State* state) {
-    if (Cell::reads && p.h.data) {
-      forward<true>(state);
-    } else {
-      forward<false>(state);
+    if constexpr (Cell::reads) {
+      if (p.h.data) return forward<true>(state);
     }
+    forward<false>(state);
   }
 
   template <bool saved>
@@ -344,9 +403,11 @@ struct Block {
         T* to = streams ? out[0] : y;
         Saved* to_h = streams ? out_h : h;
         if (flags(t) & kMasked) {
-          forward_row<Cell, saved, true>(rows, c, state + c, to, to_h, m, kIndices);
+          forward_row<Any, saved, true>(rows, c, state + c, to, to_h, m, kIndices);
+        } else if (is_within(rows, c, m)) {
+          forward_row<Within, saved, false>(rows, c, state + c, to, to_h, m, kIndices);
         } else {
-          forward_row<Cell, saved, false>(rows, c, state + c, to, to_h, m, kIndices);
+          forward_row<Any, saved, false>(rows, c, state + c, to, to_h, m, kIndices);
         }
         const void* made = to;
         if constexpr (Cell::apart) {
@@ -393,9 +454,11 @@ struct Block {
         RealOf<Cell> grad_time[kChunk];
         auto run = [&](auto* h_prev) {
           if (flags(t) & kMasked) {
-            backward_row<Cell, sum_first, true>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, grad_time, m, kIndices);
+            backward_row<Any, sum_first, true>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, grad_time, m, kIndices);
+          } else if (is_within(rows, c, m)) {
+            backward_row<Within, sum_first, false>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, grad_time, m, kIndices);
           } else {
-            backward_row<Cell, sum_first, false>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, grad_time, m, kIndices);
+            backward_row<Any, sum_first, false>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, grad_time, m, kIndices);
           }
         };
         if (flags(t) & kDrop) {
