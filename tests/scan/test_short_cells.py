@@ -123,6 +123,24 @@ def test_errors_do_not_grow(cell, dtype):
         assert error.max() <= 2 * EXPONENTIAL + 1.5 * rounding[:, part].max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *SHORT], ids=str)
+@pytest.mark.parametrize("cell", [*CELLS, *GATELOOP_CELLS])
+def test_a_large_gate_changes_no_other_channel(cell, dtype):
+    """Chunks without large gates are computed without clamps: to the same numbers, but for the rounding of loops that
+    were compiled apart."""
+    scan, count = (CELLS | GATELOOP_CELLS)[cell]
+    torch.manual_seed(0)
+    inputs = [random(2, 9, 70, dtype=dtype) for _ in range(count)]
+    weights = random(2, 9, 70, dtype=torch.float32), random(2, 70, dtype=torch.float32)
+    others, roundings = torch.arange(70) != 5, {torch.float32: 2**-21} | ROUNDING
+    small = run(scan, inputs, None, weights, backend="cpu")
+    for size in (60.0, -90.0):
+        first_gate = {**dict.fromkeys(CELLS, 1), **dict.fromkeys(GATELOOP_CELLS, 3)}[cell]
+        gates = [x if n < first_gate else torch.where(others, x, size) for n, x in enumerate(inputs)]
+        for large, x in zip(run(scan, gates, None, weights, backend="cpu"), small, strict=True):
+            torch.testing.assert_close(large[..., others], x[..., others], rtol=2 * roundings[dtype], atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
 @pytest.mark.parametrize("cell", [*CELLS, *TRANSITIONS])
 def test_what_is_not_finite_is_as_in_float32(cell, dtype):

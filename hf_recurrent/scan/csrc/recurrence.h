@@ -167,25 +167,9 @@ HFR_INLINE void store(Complex<float> x, Complex<Float16>& out) { from_float(x.re
 
 // ---- elementary functions -------------------------------------------------------------------------------------------
 
-#ifdef __CUDA_ARCH__
-// The same function by the GPU's own 2^x (within 2 ulp): x log2(e) in two parts, of which the second, below one ulp of the
-// first, enters as a factor 1 + ln(2) low.
-HFR_INLINE float exponential(float x) {
-  x = x > 87.0f ? 87.0f : x;
-  x = x < -87.0f ? -87.0f : x;
-  float high = x * 1.44269504f;
-  float low = __fmaf_rn(x, 1.44269504f, -high) + x * 1.92596303e-8f;
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(high));
-  return __fmaf_rn(power, low * 0.693147181f, power);
-}
-#else
-// exp(x) by 2^n e^r, |r| <= ln(2)/2, with the polynomial of degree 6 whose largest relative error is the least (3e-9, so
-// that rounding is all that is seen): within 1.5 ulp, branch-free, NaN stays NaN. The argument is clamped to the range of
-// normal floats, which the logistic function below cannot tell from the true values.
-HFR_INLINE float exponential(float x) {
-  x = x > 87.0f ? 87.0f : x;
-  x = x < -87.0f ? -87.0f : x;
+// exp(x) for |x| <= 87 by 2^n e^r, |r| <= ln(2)/2, with the polynomial of degree 6 whose largest relative error is the least
+// (3e-9, so that rounding is all that is seen): within 1.5 ulp, branch-free, NaN stays NaN.
+HFR_INLINE float exponential_within(float x) {
   float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part ends up in the low mantissa bits
   float n = shifted - 12582912.0f;
   float r = x - n * 0.693145752f;
@@ -199,6 +183,27 @@ HFR_INLINE float exponential(float x) {
   p = p * r + 1.0f;
   unsigned int scale = (bits_from_float(shifted) + 127u) << 23;
   return p * float_from_bits(scale);
+}
+
+// exp(x), the argument clamped to the range of normal floats, which the logistic function below cannot tell from the true
+// values.
+#ifdef __CUDA_ARCH__
+// By the GPU's own 2^x (within 2 ulp): x log2(e) in two parts, of which the second, below one ulp of the
+// first, enters as a factor 1 + ln(2) low.
+HFR_INLINE float exponential(float x) {
+  x = x > 87.0f ? 87.0f : x;
+  x = x < -87.0f ? -87.0f : x;
+  float high = x * 1.44269504f;
+  float low = __fmaf_rn(x, 1.44269504f, -high) + x * 1.92596303e-8f;
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(high));
+  return __fmaf_rn(power, low * 0.693147181f, power);
+}
+#else
+HFR_INLINE float exponential(float x) {
+  x = x > 87.0f ? 87.0f : x;
+  x = x < -87.0f ? -87.0f : x;
+  return exponential_within(x);
 }
 #endif
 
@@ -312,12 +317,14 @@ HFR_INLINE Complex<T> unit(T x) {
 
 // ---- how exactly ----------------------------------------------------------------------------------------------------
 
+constexpr float kWithin = 40;
+
 // What cells compute exponentials and angles with, their `Math`. `Any` is one as exact for arguments of any size. The first is
 // to the type's own precision.
 struct Exact {
   using Any = Exact;
   static constexpr bool within = false;
-  static constexpr float unscaled = 0;  // gates of minLSTM above it need no common scale
+  static constexpr float unscaled = -kWithin;  // gates of minLSTM above it need no common scale
 
   template <class T>
   HFR_INLINE static T exponential(T x) { return hfr::exponential(x); }
@@ -325,7 +332,16 @@ struct Exact {
   HFR_INLINE static Complex<T> unit(T x) { return hfr::unit(x); }
 };
 
-constexpr float kWithin = 40;
+// The same numbers for floats whose gates and angles are at most kWithin, without the clamps: of several in a row, compilers
+// make branches, and leave the loop as it is.
+struct ExactWithin {
+  using Any = Exact;
+  static constexpr bool within = true;
+  static constexpr float unscaled = Exact::unscaled;
+
+  HFR_INLINE static float exponential(float x) { return exponential_within(x); }
+  HFR_INLINE static Complex<float> unit(float x) { return hfr::unit(x); }
+};
 
 struct Short;
 
@@ -360,7 +376,7 @@ struct ShortWithin {
   }
 };
 
-// The same for any arguments: those within are computed alike.
+// The same for any arguments: those within are computed alike, up to how a compiler fuses multiplications and sums.
 struct Short {
   using Any = Short;
   static constexpr bool within = false;

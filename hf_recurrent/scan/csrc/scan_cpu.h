@@ -221,27 +221,39 @@ void summary_row(const Rows<T>& rows, const T* grad_y, typename Cell::State* __r
   }
 }
 
-// How a cell is computed where the tensors hold T: with Math if they are of 16 bits and it has exponentials.
-template <class Cell, class T, class Math, class = void>
-struct Computed { using type = Cell; };
-template <class Cell, class T, class Math>
-struct Computed<Cell, T, Math, std::enable_if_t<sizeof(T) == 2 && Cell::first_gate >= 0>> {
-  using type = typename Cell::template With<Math>;
+// How a cell with exponentials is computed where the tensors hold T: for gates of any size, and for those within kWithin.
+template <class Cell, class T, class = void>
+struct Computed { using Any = Cell; using Within = Cell; };
+template <class Cell, class T>
+struct Computed<Cell, T, std::enable_if_t<sizeof(T) == 2 && Cell::first_gate >= 0>> {
+  using Any = typename Cell::template With<Short>;
+  using Within = typename Cell::template With<ShortWithin>;
 };
+template <class Cell>
+struct Computed<Cell, float, std::enable_if_t<Cell::first_gate >= 0>> {
+  using Any = Cell;
+  using Within = typename Cell::template With<ExactWithin>;
+};
+
+HFR_INLINE unsigned int bits_of(float x) { return bits_from_float(x); }
+template <class T>
+HFR_INLINE unsigned short bits_of(T x) { return x.bits; }
 
 // Whether what a cell computes exponentials of is at most kWithin, in n channels from the first on.
 template <class Cell, class T, size_t... I>
 bool within(const Rows<T>& rows, int64_t first, int64_t n, std::index_sequence<I...>) {
+  using Bits = decltype(bits_of(T()));
+  constexpr Bits kSign = Bits(1) << (8 * sizeof(T) - 1);
   T limit;
   store(kWithin, limit);
   const T* const gates[] = {rows.x[Cell::first_gate + I] + first...};
   // Magnitudes are in the order of their bits, NaN above all numbers: what is beyond has a difference whose sign bit is set.
-  unsigned short differences = 0;
+  Bits differences = 0;
 #pragma omp simd reduction(| : differences)
   for (int64_t i = 0; i < n; ++i) {
-    differences |= ((unsigned short)(limit.bits - (gates[I][i].bits & 0x7fffu)) | ...);
+    differences |= (Bits(bits_of(limit) - Bits(bits_of(gates[I][i]) & Bits(~kSign))) | ...);
   }
-  return !(differences & 0x8000u);
+  return !(differences & kSign);
 }
 
 // Less than this is left of a state: nothing that could be seen next to what has been added since, even if that is smaller by
@@ -302,8 +314,8 @@ template <class Cell, class T>
 struct Block {
   using State = typename Cell::State;
   using Saved = typename SavedAs<T, State>::type;
-  using Any = typename Computed<Cell, T, Short>::type;
-  using Within = typename Computed<Cell, T, ShortWithin>::type;
+  using Any = typename Computed<Cell, T>::Any;
+  using Within = typename Computed<Cell, T>::Within;
   static constexpr int64_t kChunk = kChunkOf<T>;
   static constexpr auto kIndices = std::make_index_sequence<Cell::inputs>();
 
