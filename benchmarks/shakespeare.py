@@ -27,6 +27,11 @@ ALL_ROWS = 1_000_000  # more than the test split has: every validation reads all
 TRANSFORMER_MLP = 1960
 
 
+def _heads(width: int) -> int:
+    """Of the Transformer's attention."""
+    return width // 64 or 1
+
+
 class Transformer(GPTNeoXForCausalLM):
     def parameter_groups(self, lr: float, weight_decay: float, recurrence_lr: float | None = None) -> list[dict]:
         """Matrices decay, vectors do not, as in the recurrent models."""
@@ -44,7 +49,7 @@ class TransformerRun(Run):
                 vocab_size=len(self.tokenizer),
                 hidden_size=width,
                 num_hidden_layers=arguments.num_hidden_layers,
-                num_attention_heads=width // 64 or 1,
+                num_attention_heads=_heads(width),
                 intermediate_size=TRANSFORMER_MLP * width // 384,
                 hidden_dropout=dropout,
                 attention_dropout=dropout,
@@ -57,7 +62,12 @@ class TransformerRun(Run):
 
 
 def run(model: str, seed: int, folder: Path, args: argparse.Namespace) -> dict:
-    """Train one model, or go on with it, and say how it went."""
+    """
+    Train one model, or go on with it, and say how it went.
+
+    Raises:
+        SystemExit: after SIGINT or SIGTERM, where a checkpoint has been saved, from which the next call goes on.
+    """
     recipe = RECIPES / f"shakespeare_char_{'mingru' if model == 'transformer' else model}.yaml"
     settings = {
         "data_files": args.data, "max_steps": args.steps, "eval_steps": args.eval_steps, "eval_rows": ALL_ROWS,
@@ -71,7 +81,8 @@ def run(model: str, seed: int, folder: Path, args: argparse.Namespace) -> dict:
     for name, value in settings.items():
         argv += ["--" + name.replace("_", "-"), str(value)]
     training = (TransformerRun if model == "transformer" else Run)(*parse(argv))
-    training.train()
+    if stopped := training.train()["interrupted"]:  # half of a run is no result
+        raise SystemExit(128 + stopped)
     lines = RunFolder(str(folder)).metrics()
     curve = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
     best = min(curve, key=curve.get)
@@ -168,6 +179,11 @@ def main(argv: list[str] | None = None) -> None:
     make_folder(parser, args.output)
     if not args.data.is_file():
         parser.error(f"--data: there is no file {args.data}")
+    width = args.hidden_size
+    if width and "transformer" in args.models and width % (8 * _heads(width)):  # a quarter of a head turns, in pairs
+        parser.error(
+            f"--hidden-size {width}: the transformer's {_heads(width)} heads need a multiple of {8 * _heads(width)}"
+        )
     names = ("steps", "eval_steps", "mixed_precision", "learning_rate", "hidden_size")
     settings = {name: getattr(args, name) for name in names}
     file = args.output / "shakespeare.json"

@@ -1,6 +1,8 @@
 """benchmarks/shakespeare.py on a little text: models beside each other, seeds added later, other settings refused."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,21 +16,16 @@ def shakespeare(monkeypatch):
     return shakespeare
 
 
-def test_seeds_are_added_to_what_is_there(shakespeare, tmp_path, capsys):
+@pytest.fixture
+def flags(tmp_path):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question:\n" * 150)
-    flags = [
-        "--data",
-        str(tmp_path / "text.txt"),
-        "--steps",
-        "2",
-        "--eval-steps",
-        "1",
-        "--hidden-size",
-        "16",
-        "--learning-rate",
-        "1e-3",
-    ]
-    flags += ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "out")]
+    sizes = {"--steps": "2", "--eval-steps": "1", "--hidden-size": "16", "--learning-rate": "1e-3"}
+    paths = {"--data": "text.txt", "--runs": "runs", "--output": "out"}
+    sizes |= {name: str(tmp_path / path) for name, path in paths.items()}
+    return [part for flag in sizes.items() for part in flag]
+
+
+def test_seeds_are_added_to_what_is_there(shakespeare, flags, tmp_path, capsys):
     shakespeare.main([*flags, "--models", "mingru", "transformer", "--seeds", "0"])
     first = json.loads((tmp_path / "out" / "shakespeare.json").read_text())
     assert [(one["model"], one["seed"]) for one in first["runs"]] == [("mingru", 0), ("transformer", 0)]
@@ -58,3 +55,29 @@ def test_the_transformer_is_of_the_recipes_size(shakespeare, tmp_path):
         for kind in (shakespeare.Run, shakespeare.TransformerRun)
     ]
     assert sizes[1] == pytest.approx(sizes[0], rel=1e-3)
+
+
+def test_an_interrupted_run_is_no_result(shakespeare, flags, tmp_path, monkeypatch, capsys):
+    flags += ["--models", "minlstm", "--seeds", "0"]
+    step = shakespeare.Run._step
+
+    def interrupted(run):
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shakespeare.Run, "_step", interrupted)
+        with pytest.raises(SystemExit, match="130"):
+            shakespeare.main(flags)
+    assert not (tmp_path / "out" / "shakespeare.json").exists()
+    shakespeare.main(flags)
+    [one] = json.loads((tmp_path / "out" / "shakespeare.json").read_text())["runs"]
+    assert [step for step, _ in one["curve"]] == [0, 1, 2]
+    assert "stopped after step 1" in capsys.readouterr().out
+
+
+def test_a_width_that_the_transformer_cannot_have_is_refused_at_once(shakespeare, flags, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        shakespeare.main([*flags, "--hidden-size", "200"])
+    assert "--hidden-size 200: the transformer's 3 heads need a multiple of 24" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

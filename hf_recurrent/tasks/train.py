@@ -66,10 +66,14 @@ def train_task(
         "step", after which it ended.
 
     Raises:
-        ValueError: what `TaskTraining.create_model` raises; a checkpoint that is of another run or cannot be read.
+        ValueError: what `TaskTraining.create_model` raises; `save_steps` below 0 or `keep_checkpoints` below 1; a
+            checkpoint that is of another run or cannot be read.
         OSError: a folder that cannot be used, or that holds an earlier run; what was saved before is untouched.
         FloatingPointError: the loss or its gradient is not finite.
     """
+    for name, value, least in (("save_steps", save_steps, 0), ("keep_checkpoints", keep_checkpoints, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
     folder = None if output is None else TaskFolder(str(output))
     if folder is None and resume:
         raise ValueError("--resume needs --output-dir, where the checkpoints are")

@@ -118,7 +118,7 @@ class RunFolder:
     def kept(self) -> None:
         """Something whole has been saved: what it replaces can go."""
         if self._previous is not None:
-            shutil.rmtree(self._previous)
+            _discard(self._previous)
             self._previous = None
 
     def close(self) -> None:
@@ -228,19 +228,28 @@ class RunFolder:
                     sync_tree(temporary)
                     os.rename(temporary, path)
                     sync(self.checkpoints)
-                    self.kept()
-                    for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
-                        self._remove(old)
             finally:
                 if main:
                     shutil.rmtree(temporary, ignore_errors=True)
+        if main:
+            self.kept()
+            for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
+                self._remove(old)
         wait()
 
     def _remove(self, checkpoint: Path) -> None:
         """Under another name first, so that a kill leaves no checkpoint that lacks files."""
         doomed = checkpoint.with_name(f"{UNFINISHED}old-{checkpoint.name}")
         os.rename(checkpoint, doomed)
-        shutil.rmtree(doomed)
+        _discard(doomed)
+
+
+def _discard(folder: Path) -> None:
+    """Warns where it cannot: on NFS, files stay that another process has open, which is no reason to end a training."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        warnings.warn(f"{folder} cannot be removed: {error.strerror or error}", stacklevel=2)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -256,6 +265,8 @@ def _fault(checkpoint: Path) -> str | None:
         sizes = json.loads((checkpoint / FILES).read_text(encoding="utf-8"))
     except ValueError as error:
         return f"{FILES}: {error}"
+    if not isinstance(sizes, dict):
+        return f"{FILES} names no files"
     for name, size in sizes.items():
         path = checkpoint / name
         if not path.is_file():

@@ -64,6 +64,42 @@ def test_options(backend, with_reset, with_mask, reverse, monkeypatch):
     compare(inputs_for(4, 37, 33, 5, torch.float32), backend, **options)
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("length", [1024, 1041])
+def test_checkpoints_far_apart(length, reverse):
+    """From 65 tiles on, backward keeps the states before parts of several tiles."""
+    mask, reset = mask_and_reset(3, length)
+    compare(inputs_for(3, length, 17, 5, torch.float32), "cpu", mask=mask, reset=reset, reverse=reverse)
+    compare(inputs_for(1, length, 3, 9, torch.float64), "cpu", reverse=reverse)
+
+
+@pytest.mark.parametrize("channels", [129, 257])
+@pytest.mark.parametrize("threads", [2, 3])
+def test_pieces_of_the_channels(threads, channels):
+    """Of one row for several threads: blocks of which the last is not full."""
+    torch.set_num_threads(threads)
+    try:
+        for dtype in (torch.float32, torch.float64):
+            compare(inputs_for(1, 35, channels, 9, dtype), "cpu")
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_padding_holds_anything(backend, reverse):
+    """What is not finite at padding, but for q, which reads the state there too, reaches nothing else."""
+    mask, reset = mask_and_reset(3, 37)
+    for bad in (float("nan"), float("inf")):
+        inputs = inputs_for(3, 37, 21, 5, torch.float32)
+        for x in inputs[:3]:
+            x[~mask] = bad
+        leaves = [x.requires_grad_() for x in inputs]
+        o, final = longhorn_scan(*leaves, mask=mask, reset=reset, reverse=reverse, backend=backend)
+        *grads, grad_state = torch.autograd.grad(o.sum() + final.sum(), leaves)
+        assert all(x.isfinite().all() for x in (o, final, grad_state, *(grad[mask] for grad in grads)))
+
+
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_reset_stops_what_is_not_finite(backend, reverse):

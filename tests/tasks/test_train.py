@@ -204,6 +204,14 @@ def test_a_finished_training_is_not_done_again(tmp_path, save_steps):
             train_task(longer, tmp_path / "run", resume="newest")
 
 
+@pytest.mark.parametrize("option, value", [("keep_checkpoints", 0), ("keep_checkpoints", -1), ("save_steps", -1)])
+def test_checkpoints_that_cannot_be_kept(option, value, tmp_path):
+    training = TaskTraining("listops", SMALL["listops"], max_steps=2, batch_size=2, eval_examples=2)
+    with pytest.raises(ValueError, match=f"{option} must be at least [01], got {value}"):
+        train_task(training, tmp_path / "run", **{option: value})
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
     training = TaskTraining("listops", SMALL["listops"], max_steps=2, batch_size=2, eval_examples=2)
     train_task(training, tmp_path / "run")

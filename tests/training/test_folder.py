@@ -1,6 +1,9 @@
+import errno
 import json
 import os
 import shutil
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +66,67 @@ def test_checkpoints_are_rotated(run):
         checkpoint(run, step)
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000015", "step-00000020"]
     assert run.newest_checkpoint() == run.checkpoint(20)
+
+
+def test_what_cannot_be_removed_ends_no_training(run, tmp_path, monkeypatch):
+    """As on NFS, where files stay that another process has open."""
+    remove = shutil.rmtree
+
+    def busy(path, *args, **options):
+        if Path(path).name.startswith((".unfinished-old", "run.previous")):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        remove(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    with pytest.warns(UserWarning, match="old-step-00000005 cannot be removed: Directory not empty"):
+        checkpoint(run, 10, keep=1)
+    assert run.newest_checkpoint() == run.checkpoint(10) and not run.checkpoint(5).exists()
+    new = RunFolder(str(run.path))
+    new.open("seed: 2\n")
+    with pytest.warns(UserWarning, match="run.previous-1 cannot be removed"):
+        checkpoint(new, 3)
+    new.close()
+    assert new.newest_checkpoint() == new.checkpoint(3)
+
+
+@pytest.mark.parametrize("failing", ["first", "other"])
+def test_one_of_two_processes_fails(run, failing):
+    """Its barrier breaks, as it does where a process has gone: the other one ends too, and nothing is left."""
+    barrier, raised = threading.Barrier(2, timeout=30), {}
+
+    def process(name):
+        try:
+            with run.new_checkpoint(10, 1, main=name == "first", wait=barrier.wait) as temporary:
+                (temporary / name).write_text(name)
+                if name == failing:
+                    raise RuntimeError("no space")
+        except OSError as error:
+            raised[name] = str(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=process, args=[name]) for name in ("first", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert raised.keys() == {"first", "other"} and "step-00000010: no space" in raised[failing]
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000005"]
+
+
+def test_an_interrupted_save_leaves_nothing(run):
+    with pytest.raises(KeyboardInterrupt):
+        with run.new_checkpoint(10, 1) as temporary:
+            (temporary / "state.json").write_text("10")
+            raise KeyboardInterrupt
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000005"]
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", "{"])
+def test_a_damaged_list_of_files(run, text):
+    checkpoint(run, 10)
+    (run.checkpoint(10) / "files.json").write_text(text)
+    with pytest.warns(UserWarning, match="step-00000010 is damaged .files.json"):
+        assert run.newest_checkpoint() == run.checkpoint(5)
 
 
 def test_an_unfinished_checkpoint_does_not_count(run):
