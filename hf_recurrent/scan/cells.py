@@ -145,11 +145,11 @@ def discretize(poles: Tensor, step: Tensor, bilinear: bool) -> tuple[Tensor, Ten
     if bilinear:
         inverse = 1 / (1 - z / 2)
         return inverse * (1 + z / 2), inverse * step
-    # (e^z - 1) / z, whose derivative cancels at small steps: there it is its series.
-    small = z.abs() < 0.01
+    # (e^z - 1) / z, whose derivative cancels at small steps: there it is its series, to double precision.
+    small = z.abs() < 0.25
     near, far = torch.where(small, z, 0), torch.where(small, 1, z)
-    series = 1 + near / 7
-    for n in (6, 5, 4, 3, 2):
+    series = 1 + near / 13
+    for n in range(12, 1, -1):
         series = 1 + near / n * series
     return torch.exp(z), torch.where(small, series, torch.expm1(far) / far) * step
 
