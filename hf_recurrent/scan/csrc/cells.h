@@ -103,7 +103,7 @@ struct MinGRUCell : GivesState<T> {
 
 // minLSTM (arXiv 2410.01201): f = sigma(forget), i = sigma(input), h = f/(f+i) h' + i/(f+i) c.
 // The weights are a = I / (F + I) and b = F / (F + I) with F = 1 + e^-forget and I = 1 + e^-input, both divided by the
-// largest of the three exponentials, so that two shut gates keep their proportion (only where a gate is below `unscaled`).
+// largest of the three exponentials, so that two shut gates keep their proportion (only where a gate is below -kWithin).
 //   dL/dh' = g a;  dL/dhidden = g b c';  dL/dforget = g (h' - c) a b sigma(-forget);  dL/dinput = g (c - h') a b sigma(-input).
 template <class T, bool positive, class Math = Exact>
 struct MinLSTMCell : GivesState<T> {
@@ -121,7 +121,7 @@ struct MinLSTMCell : GivesState<T> {
       forget = forget < T(-3e38) ? T(-3e38) : forget;
       input = input < T(-3e38) ? T(-3e38) : input;
       T least = forget < input ? forget : input;
-      largest = least < T(Math::unscaled) ? -least : T(0);
+      largest = least < T(-kWithin) ? -least : T(0);
       one = Math::exponential(-largest);
     }
     T f = Math::exponential(-forget - largest), i = Math::exponential(-input - largest);

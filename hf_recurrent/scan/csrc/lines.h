@@ -6,6 +6,7 @@ namespace hfr {
 
 constexpr int64_t kLine = 64;  // bytes of a cache line
 
+// Asks for the lines of n elements, to be read or (write) overwritten soon.
 template <bool write, class T>
 void request(const T* from, int64_t n) {
   const char* line = reinterpret_cast<const char*>(from);

@@ -324,7 +324,6 @@ constexpr float kWithin = 40;
 struct Exact {
   using Any = Exact;
   static constexpr bool within = false;
-  static constexpr float unscaled = -kWithin;  // gates of minLSTM above it need no common scale
 
   template <class T>
   HFR_INLINE static T exponential(T x) { return hfr::exponential(x); }
@@ -337,7 +336,6 @@ struct Exact {
 struct ExactWithin {
   using Any = Exact;
   static constexpr bool within = true;
-  static constexpr float unscaled = Exact::unscaled;
 
   HFR_INLINE static float exponential(float x) { return exponential_within(x); }
   HFR_INLINE static Complex<float> unit(float x) { return hfr::unit(x); }
@@ -354,7 +352,6 @@ struct Short;
 struct ShortWithin {
   using Any = Short;
   static constexpr bool within = true;
-  static constexpr float unscaled = -kWithin;
 
   HFR_INLINE static float exponential(float x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: the integer part ends up in the low mantissa bits
@@ -380,7 +377,6 @@ struct ShortWithin {
 struct Short {
   using Any = Short;
   static constexpr bool within = false;
-  static constexpr float unscaled = -kWithin;
 
   HFR_INLINE static float exponential(float x) {
     x = x > 87.0f ? 87.0f : x;

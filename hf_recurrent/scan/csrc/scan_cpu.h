@@ -283,7 +283,6 @@ bool faded(const State* product, int64_t n) {
   return true;
 }
 
-// Asks for the lines of n elements, to be read or (write) overwritten soon.
 #ifdef __SSE2__
 constexpr bool kCanStream = true;
 #else
