@@ -42,6 +42,7 @@ def memory(family: str, checkpointing: bool, quick: bool) -> int:
 
     def steps() -> None:
         model = new_model(family, quick)
+        malloc.keep_freed_memory()  # as training does
         options = checkpoint_activations(model) if checkpointing else {}
         optimizer = torch.optim.AdamW(model.parameter_groups(1e-4, 0.1), fused=True)
         for _ in range(2):
@@ -60,8 +61,8 @@ def time(family: str, rounds: int, quick: bool) -> dict:
 
     def step(chosen: PreTrainedModel, options: dict[str, bool]):
         def run(_) -> None:
-            # Checkpointing has set it for the whole process, also for the steps without.
-            malloc.return_freed_memory(malloc.LARGE if options else malloc.LARGEST)
+            # Either holds for the whole process, and training chooses so.
+            malloc.return_freed_memory() if options else malloc.keep_freed_memory()
             loss_of(chosen, LENGTH, options).backward()
             chosen.zero_grad()
 

@@ -5,7 +5,7 @@ import ctypes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 # A tensor of more bytes has pages of its own, which go back to the system with it.
 LARGE = 4 << 20
-LARGEST = 32 << 20  # what glibc comes to by itself, while it frees such tensors
+PAGES_AT_MOST = 1 << 16  # glibc's own number of such tensors
 
 
 def _set(option: int, value: int) -> bool:
@@ -32,4 +32,4 @@ def return_freed_memory(above: int = LARGE) -> bool:
     Returns:
         Whether the library can (glibc).
     """
-    return _set(M_MMAP_THRESHOLD, above)
+    return _set(M_MMAP_MAX, PAGES_AT_MOST) and _set(M_MMAP_THRESHOLD, above) and _set(M_TRIM_THRESHOLD, 2 * above)

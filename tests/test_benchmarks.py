@@ -203,3 +203,12 @@ def test_longhorn_beside_mamba(tmp_path):
     assert [row["what"] for row in document["results"]] == ["cell", "layer"]
     for row in document["results"]:
         assert row["mamba"]["milliseconds"] > 0 and row["longhorn"]["ratio"] > 0
+
+
+def test_what_keeping_freed_memory_gains(tmp_path):
+    flags = ["--cases", "stdlib_mingru", "--rounds", 1, "--steps", 2, "--threads", 1]
+    done = run(*flags, "--output", tmp_path, script="freed_memory.py")
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads((tmp_path / "freed_memory.json").read_text())["cases"].values()
+    assert set(found) == {"default", "kept", "returned"} and found["default"]["ratio"] == 1
+    assert all(one["seconds"] > 0 and one["peak_bytes"] > 0 for one in found.values())

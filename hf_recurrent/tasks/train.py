@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from ..files import write_whole
 from ..hub.code import write_code
+from ..malloc import keep_freed_memory
 from ..measure import machine
 from ..training.signals import interrupts
 from . import TASKS, generate
@@ -129,6 +130,8 @@ def _finished(folder: TaskFolder, training: TaskTraining) -> dict | None:
 
 def _begin(training: TaskTraining, device: torch.device | str) -> Trained:
     model = training.create_model().to(device).train()
+    if model.device.type == "cpu":
+        keep_freed_memory()
     optimizer = torch.optim.AdamW(_groups(model, training))
     schedule = get_cosine_schedule_with_warmup(optimizer, max(1, training.max_steps // 10), training.max_steps)
     return Trained(model, optimizer, schedule, np.random.default_rng([training.seed, 0]))

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import write_whole
 from ..hub.code import write_code
+from ..malloc import keep_freed_memory
 from ..messages import counted
 from ..modeling.configuration import RecurrentConfig
 from ..modeling.model import IGNORED
@@ -220,6 +221,8 @@ class Run:
                 f"the tokenizer does not fit the model: it has {tokens} tokens, "
                 f"the model's vocabulary has {model.config.vocab_size}"
             )
+        if self.accelerator.device.type == "cpu":  # the next step's tensors have the sizes of this one's
+            keep_freed_memory()
         if args.gradient_checkpointing:
             self.loss_options = checkpoint_activations(model)
         if args.compile:

@@ -1,0 +1,35 @@
+"""What becomes of freed memory, by page faults and resident size, in a process whose settings are its own."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+
+PROGRAM = """
+import resource, sys, psutil, torch
+from hf_recurrent.malloc import keep_freed_memory, return_freed_memory
+
+def use():
+    "Page faults of a tensor of 64 MiB, and the MiB that stay resident when it is gone."
+    faults, size = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, psutil.Process().memory_info().rss
+    torch.ones(1 << 24)
+    now = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, psutil.Process().memory_info().rss
+    return now[0] - faults, (now[1] - size) >> 20
+
+assert keep_freed_memory()
+first, kept = use()
+assert kept > 60, kept
+again, more = use()
+assert again < 100 and more < 2, (again, more)
+assert return_freed_memory()
+_, stays = use()
+assert stays < 2, stays
+"""
+
+
+def test_freed_memory_is_kept_and_then_returned():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
