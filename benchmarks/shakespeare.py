@@ -7,6 +7,7 @@ are kept: seeds can be added one after the other.
 """
 
 import argparse
+import hashlib
 import json
 import statistics
 from pathlib import Path
@@ -72,11 +73,10 @@ def run(model: str, seed: int, folder: Path, args: argparse.Namespace) -> dict:
     settings = {
         "data_files": args.data, "max_steps": args.steps, "eval_steps": args.eval_steps, "eval_rows": ALL_ROWS,
         "seed": seed, "mixed_precision": args.mixed_precision, "save_steps": args.eval_steps, "keep_checkpoints": 1,
-        "output_dir": folder, "resume": "auto",
+        "learning_rate": args.learning_rate, "output_dir": folder, "resume": "auto",
     }  # fmt: skip
-    for name in ("learning_rate", "hidden_size"):
-        if getattr(args, name) is not None:
-            settings[name] = getattr(args, name)
+    if args.hidden_size is not None:
+        settings["hidden_size"] = args.hidden_size
     argv = [str(recipe)]
     for name, value in settings.items():
         argv += ["--" + name.replace("_", "-"), str(value)]
@@ -163,10 +163,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True, help="the text (see the recipes)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="(default: 0 1 2)")
-    parser.add_argument("--steps", type=positive, default=650, help="of a run (default %(default)s)")
+    parser.add_argument("--steps", type=positive, default=500, help="of a run (default %(default)s; the paper: 5000)")
     parser.add_argument("--eval-steps", type=positive, default=50, help="between tests (default %(default)s)")
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="(default %(default)s)")
-    parser.add_argument("--learning-rate", type=float, help="the cosine's highest (default: the recipe's)")
+    parser.add_argument(
+        "--learning-rate", type=float, default=3e-3, help="the cosine's highest (default %(default)s; the paper: 1e-3)"
+    )
     parser.add_argument("--hidden-size", type=positive, help="another than the recipes', for a trial")
     parser.add_argument("--runs", type=Path, default=Path("runs/shakespeare"), help="folder of the runs")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of shakespeare.json, .png")
@@ -186,6 +188,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     names = ("steps", "eval_steps", "mixed_precision", "learning_rate", "hidden_size")
     settings = {name: getattr(args, name) for name in names}
+    settings["text_sha256"] = hashlib.sha256(args.data.read_bytes()).hexdigest()
     file = args.output / "shakespeare.json"
     document = {"settings": settings, "runs": []}
     if file.is_file():

@@ -44,6 +44,10 @@ def test_seeds_are_added_to_what_is_there(shakespeare, flags, tmp_path, capsys):
     with pytest.raises(SystemExit):
         shakespeare.main([*flags, "--seeds", "0", "--steps", "3"])
     assert "other settings" in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("Another text")
+    with pytest.raises(SystemExit):
+        shakespeare.main([*flags, "--seeds", "0"])
+    assert "other settings" in capsys.readouterr().err
 
 
 def test_the_transformer_is_of_the_recipes_size(shakespeare, tmp_path):
