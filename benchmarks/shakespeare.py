@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True, help="the text (see the recipes)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="(default: 0 1 2)")
-    parser.add_argument("--steps", type=positive, default=500, help="of a run (default %(default)s; the paper: 5000)")
+    parser.add_argument("--steps", type=positive, default=600, help="of a run (default %(default)s; the paper: 5000)")
     parser.add_argument("--eval-steps", type=positive, default=50, help="between tests (default %(default)s)")
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="(default %(default)s)")
     parser.add_argument(
