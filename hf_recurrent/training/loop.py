@@ -297,12 +297,12 @@ class Run:
             batches.append({name: rows[name].pin_memory() if pin else rows[name] for name in rows})
         return batches
 
-    def _step(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _step(self) -> tuple[float | None, torch.Tensor | None]:
         """One optimiser step.
 
         Returns:
-            The loss, in nats per target token over the whole step's rows (this process's part of it, 0-dim; None where
-            the step has been skipped), and the norm of the gradient before clipping (None where DeepSpeed keeps it).
+            The loss, in nats per target token over the whole step's rows, the same in all processes (None where the
+            step has been skipped), and the norm of the gradient before clipping (None where DeepSpeed keeps it).
 
         Raises:
             FloatingPointError: the loss or the gradient is not finite, and that is not to be skipped.
@@ -347,7 +347,7 @@ class Run:
         self.state.rows += self.rows_per_step
         self.rows.release(self.state.rows)
         self._measure_health(batches[0])
-        return (total if verdict.action == "update" else None), norm
+        return (verdict.loss if verdict.action == "update" else None), norm
 
     def _note_bad_batch(
         self, verdict: Verdict, loss: torch.Tensor, norm: torch.Tensor | None, batches: list[dict]
@@ -533,8 +533,6 @@ class Run:
         args, state = self.args, self.state
         self.seconds_before, self.started = state.seconds, time.perf_counter()
         stop = 0
-        # A resumed run goes on with the sum over all processes, in one of them.
-        loss_sum = torch.tensor(state.loss_sum if self.rank == 0 else 0.0, device=self.accelerator.device)
         self.input_seconds = 0.0
         rate_step, rate_seconds = state.step, 0.0  # since the latest line of metrics, in steps alone
         self.rows.release(state.rows)
@@ -545,13 +543,13 @@ class Run:
                 before = time.perf_counter()
                 loss, norm = self._step()
                 if loss is not None:
-                    loss_sum += loss
+                    state.loss_sum += loss
                     state.loss_steps += 1
                 rate_seconds += time.perf_counter() - before
                 state.seconds, stop = self._agree(self._seconds(), interrupted())
                 finished = self._progress(state.step, state.seconds) >= 1
                 if state.step % args.log_steps == 0 or finished:
-                    value = self.accelerator.reduce(loss_sum, "sum").item() / max(state.loss_steps, 1)
+                    value = state.loss_sum / max(state.loss_steps, 1)
                     tokens = self.rows_per_step * self.arguments[1].sequence_length
                     rate = (state.step - rate_step) * tokens / rate_seconds
                     waiting = self.input_seconds / rate_seconds
@@ -574,13 +572,12 @@ class Run:
                         f"step {state.step}, loss {value:.3f}, {rate:,.0f} tokens/s, {waiting:.1%} waiting for input"
                     )
                     bar.set_postfix_str(shown, refresh=False)
-                    loss_sum.zero_()
-                    state.loss_steps, rate_step, rate_seconds, self.input_seconds = 0, state.step, 0.0, 0.0
+                    state.loss_sum, state.loss_steps = 0.0, 0
+                    rate_step, rate_seconds, self.input_seconds = state.step, 0.0, 0.0
                 bar.update(min(self._bar_position(), bar.total) - bar.n)
                 if args.eval_steps and state.step % args.eval_steps == 0 and not finished:
                     self._show(self._validate())
                 if stop or (args.save_steps and state.step % args.save_steps == 0 and not finished):
-                    state.loss_sum = self.accelerator.reduce(loss_sum, "sum").item()
                     self.save_checkpoint()
         return stop
 

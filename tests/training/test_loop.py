@@ -1,5 +1,6 @@
 """Real training, of a model small enough for a second."""
 
+import dataclasses
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from hf_recurrent import cli
 from hf_recurrent.modeling.model import IGNORED
 from hf_recurrent.training import TrainArguments, arguments
 from hf_recurrent.training.loop import Run
+from hf_recurrent.training.loss_policy import LossPolicy
 from hf_recurrent.training.model import families
 from hf_recurrent.training.optimizer import create_optimizer, learning_rate_ratio
 from hf_recurrent.training.tokenizer import train_bpe
@@ -354,6 +356,21 @@ def test_resuming_equals_not_stopping(train, monkeypatch):
     for name in ("step", "loss", "grad_norm", "lr", "validation_loss"):
         assert metrics(stopped, name) == metrics(whole, name)
     assert same(weights(stopped), weights(whole))
+
+
+def test_average_losses_are_added_up_alike_in_every_process(train, monkeypatch):
+    """From each step's own loss, which all processes know: parts of their own, added up, would be rounded otherwise
+    after a resume."""
+    judge = LossPolicy.judge
+
+    def judged(policy, loss, norm):
+        return dataclasses.replace(judge(policy, loss, norm), loss=float(policy.state.step))
+
+    monkeypatch.setattr(LossPolicy, "judge", judged)
+    run = train("--max-steps", 7, "--save-steps", 5, "--log-steps", 3)
+    assert metrics(run, "loss") == [1, 4, 6]
+    train("--max-steps", 7, "--save-steps", 5, "--log-steps", 3, "--resume")
+    assert metrics(run, "loss") == [1, 4, 6]
 
 
 def test_ctrl_c_saves_and_going_on_equals_not_stopping(train, monkeypatch, capsys):
