@@ -18,6 +18,8 @@ from ..modeling.model import IGNORED
 from .documents import Documents
 from .tokens import TokenStream, concatenate, encode, largest_id
 
+PIECE = 1 << 20  # tokens counted at a time
+
 
 def pack(stream: TokenStream, rows: np.ndarray, sequence_length: int) -> dict[str, np.ndarray]:
     """Rows of a stream.
@@ -72,8 +74,13 @@ def pad(stream: TokenStream, documents: np.ndarray, sequence_length: int) -> dic
 
 def count_targets(stream: TokenStream, vocab_size: int) -> np.ndarray:
     """How often each token is a target, (V,) int64: every token of the stream but the documents' first ones is."""
-    counts = np.bincount(stream.tokens, minlength=vocab_size)
-    return counts - np.bincount(stream.tokens[stream.starts], minlength=vocab_size)
+    counts = np.zeros(vocab_size, np.int64)
+    # In pieces: bincount makes int64 of all that it is given, and the tokens may be more than memory holds.
+    for start in range(0, len(stream.tokens), PIECE):
+        counts += np.bincount(stream.tokens[start : start + PIECE], minlength=vocab_size)
+    for start in range(0, len(stream.starts), PIECE):
+        counts -= np.bincount(stream.tokens[stream.starts[start : start + PIECE]], minlength=vocab_size)
+    return counts
 
 
 def _too_short(tokens: int, sequence_length: int) -> ValueError:

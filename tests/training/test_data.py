@@ -4,6 +4,7 @@ import io
 import json
 import lzma
 import sysconfig
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,17 @@ def test_rows_have_no_padding_and_are_as_many_as_fit():
 def test_target_counts():
     stream = TokenStream(np.array([0, 5, 5, 0, 0, 5, 0], np.uint16), np.array([0, 4]))
     assert count_targets(stream, 6).tolist() == [2, 0, 0, 0, 0, 3]
+
+
+def test_counting_takes_no_more_memory_than_a_piece():
+    stream = TokenStream(np.arange(1 << 22, dtype=np.uint16), np.arange(0, 1 << 22, 7))
+    tracemalloc.start()
+    counts = count_targets(stream, 1 << 16)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 12 * 2**20
+    firsts = np.bincount(stream.starts % (1 << 16), minlength=1 << 16)
+    np.testing.assert_array_equal(counts, (1 << 22) // (1 << 16) - firsts)
 
 
 def test_shuffled_rows_are_permutations_of_seed_and_epoch():
