@@ -14,7 +14,8 @@ import torch
 import yaml
 from accelerate.utils import gather_object, set_seed
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME
 
 from ..files import write_whole
 from ..hub.code import write_code
@@ -128,12 +129,15 @@ class Run:
         self.accelerator.wait_for_everyone()  # every process has seen the folder as it was
         if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
             raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; on the CPU bf16 works")
-        if model_args.model is not None:
-            check_folder(model_args.model)
         self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
         self.batch_size, self.passes = train_args.passes(self.processes)
         self.state = State()
         self.checkpoint = checkpoint = self.folder.newest_checkpoint() if train_args.resume else None
+        # A checkpoint has all weights, so that the model that the run began with need not be there any more. (Those of
+        # older versions lack its configuration.)
+        self.has_configuration = checkpoint is not None and (checkpoint / CONFIG_NAME).is_file()
+        if model_args.model is not None and not self.has_configuration:
+            check_folder(model_args.model)
         saved = None if checkpoint is None else self._read_state(checkpoint)
 
         corpus = load_corpus(data_args, train_args.seed)
@@ -214,7 +218,15 @@ class Run:
 
     def _model(self) -> PreTrainedModel:
         model_args, _, args = self.arguments
-        model = create_model(model_args, self.tokenizer) if model_args.model is None else load_model(model_args.model)
+        if model_args.model is None:
+            model = create_model(model_args, self.tokenizer)
+        elif self.has_configuration:
+            model = AutoModelForCausalLM.from_config(check_folder(str(self.checkpoint), "--resume:"))
+            model.generation_config = GenerationConfig.from_pretrained(self.checkpoint)
+        else:
+            model = load_model(model_args.model)
+        if model.dtype != torch.float64:
+            model.float()  # in 16 bits, as it may have been saved, most of an optimiser's steps would be rounded away
         tokens = max(len(self.tokenizer), largest_id(self.tokenizer) + 1)
         if tokens > model.config.vocab_size:
             raise ValueError(
@@ -464,6 +476,9 @@ class Run:
             self.accelerator.save_state(str(temporary), safe_serialization=False)
             if main:
                 self.tokenizer.save_pretrained(temporary / "tokenizer")
+                model = self.accelerator.unwrap_model(self.model)
+                for configuration in (model.config, model.generation_config):
+                    configuration.save_pretrained(temporary)
                 (temporary / ARGUMENTS).write_text(to_yaml(*self.arguments), encoding="utf-8")
                 saved = {
                     "format": CHECKPOINT_FORMAT,

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -222,6 +223,23 @@ def test_continuing_from_a_model(train):
     assert cli.main(["train", *tiny, *flags]) == 0
     assert metrics(folder, "validation_loss")[0] < metrics(first, "validation_loss")[0] - 0.5
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_model_in_bfloat16_is_trained_in_float32_and_need_not_be_there_at_a_resume(train):
+    first = train("--max-steps", 1)
+    folder = first.parent / "second"
+    model = AutoModelForCausalLM.from_pretrained(first, dtype=torch.bfloat16)
+    model.generation_config.max_length = 77
+    model.save_pretrained(first)
+    flags = ["--model", first, "--data-files", first.parent / "text.txt", "--output-dir", folder]
+    argv = ["train", *TINY[4:], *map(str, flags), "--max-steps", "3", "--save-steps", "2"]
+    assert cli.main(argv) == 0
+    before = weights(folder)
+    assert {weight.dtype for weight in before.values()} == {torch.float32}
+    shutil.rmtree(first)
+    assert cli.main([*argv, "--resume"]) == 0
+    assert same(weights(folder), before)
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.max_length == 77
 
 
 def test_a_streamed_dataset(train, tmp_path):
