@@ -126,6 +126,8 @@ class Run:
             log_with=check_trackers(train_args.log_with) if train_args.log_with else None,
             project_dir=str(self.folder.path / TRACKERS),
         )
+        if self.accelerator.mixed_precision != "no":  # `accelerate launch` may have told it, and train.yaml is to
+            train_args.mixed_precision = self.accelerator.mixed_precision
         self.accelerator.wait_for_everyone()  # every process has seen the folder as it was
         if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
             raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; on the CPU bf16 works")

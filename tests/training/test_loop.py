@@ -185,6 +185,17 @@ def test_ways_to_compute_the_same(train, flags, tolerance):
     assert all(weight.dtype == torch.float32 for weight in weights(other).values())
 
 
+def test_the_launchers_precision_is_the_runs(train, monkeypatch, capsys):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch --mixed_precision bf16` does
+    folder = train("--max-steps", 2, "--save-steps", 1)
+    assert "\nmixed_precision: bf16\n" in (folder / "train.yaml").read_text()
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    train("--max-steps", 2, "--save-steps", 1, "--resume", status=2)
+    assert "was written with --mixed-precision bf16, now it is None" in capsys.readouterr().err
+
+
 def test_tied_embeddings_and_other_overrides(train):
     overrides = "tie_word_embeddings=true,candidate=vanilla,norm_eps=1e-5"
     folder = train("--max-steps", 4, "--config-overrides", overrides, "--save-steps", 2)
