@@ -24,7 +24,7 @@ from ..messages import counted
 from ..modeling.configuration import RecurrentConfig
 from ..modeling.model import IGNORED
 from . import checkpoints, costs, distributed
-from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
+from .arguments import DataArguments, ModelArguments, TrainArguments, check_together, flag, to_yaml
 from .bptt import backward_in_chunks
 from .data_arguments import DEFAULT_VOCAB_SIZE
 from .documents import Corpus
@@ -32,7 +32,7 @@ from .folder import ARGUMENTS, BAD_BATCHES, TRACKERS, RunFolder
 from .health import health
 from .input import build_rows, first_texts, prune_token_cache, summary
 from .loss_policy import LossPolicy, Verdict
-from .model import check_folder, checkpoint_activations, create_model, load_model
+from .model import check_fit, check_folder, checkpoint_activations, create_model, load_model
 from .optimizer import create_optimizer, learning_rate_ratio
 from .prefetch import Prefetcher
 from .report import Baselines, baselines, plot_loss, table
@@ -114,11 +114,9 @@ class Run:
     def __init__(self, model_args: ModelArguments, data_args: DataArguments, train_args: TrainArguments):
         self.args = train_args
         self.arguments = (model_args, data_args, train_args)
+        check_together(*self.arguments)
         if train_args.output_dir is None:
             train_args.output_dir = f"runs/{model_args.model_type or 'mingru'}"
-        chunk, length = train_args.bptt_chunk or 0, data_args.sequence_length
-        if chunk > length:
-            raise ValueError(f"--bptt-chunk must be at most --sequence-length {length}, got {chunk}")
         self.folder = RunFolder(train_args.output_dir)
         self.folder.check(overwrite=train_args.overwrite, resume=train_args.resume)
         self.accelerator = distributed.create_accelerator(
@@ -189,8 +187,6 @@ class Run:
         if data_args.tokenizer != "bpe":
             return load_tokenizer(data_args.tokenizer)
         if model_args.model is not None:
-            if data_args.vocab_size is not None:
-                raise ValueError("--vocab-size belongs to a new tokenizer, but --model brings its own")
             return load_tokenizer(model_args.model)
         vocab_size = data_args.vocab_size or DEFAULT_VOCAB_SIZE
         self._print(f"training a tokenizer of {vocab_size:,} tokens on {corpus.description}")
@@ -213,8 +209,6 @@ class Run:
             epochs = 1
         if epochs is None:
             return args.max_steps
-        if self.rows.per_epoch is None:
-            raise ValueError("a stream's length is not known: with --streaming give --max-steps or --max-minutes")
         steps = math.ceil(epochs * self.rows.per_epoch / self.rows_per_step)
         return steps if args.max_steps is None else min(steps, args.max_steps)
 
@@ -229,12 +223,7 @@ class Run:
             model = load_model(model_args.model)
         if model.dtype != torch.float64:
             model.float()  # in 16 bits, as it may have been saved, most of an optimiser's steps would be rounded away
-        tokens = max(len(self.tokenizer), largest_id(self.tokenizer) + 1)
-        if tokens > model.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer does not fit the model: it has {tokens} tokens, "
-                f"the model's vocabulary has {model.config.vocab_size}"
-            )
+        check_fit(max(len(self.tokenizer), largest_id(self.tokenizer) + 1), model.config.vocab_size)
         if self.accelerator.device.type == "cpu":  # the next step's tensors have the sizes of this one's
             keep_freed_memory()
         if args.gradient_checkpointing:

@@ -10,16 +10,25 @@ from ..messages import first_line, nearest
 PACKAGES = {"comet_ml": "comet-ml"}  # where a tracker's package is not called as the tracker is
 
 
+def check_names(names: list[str]) -> None:
+    """
+    Raises:
+        ValueError: no such tracker.
+    """
+    for name in names:
+        if name != "all" and name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(f"--log-with {name}: no such tracker{nearest(name, sorted(LOGGER_TYPE_TO_CLASS))}")
+
+
 def check_trackers(names: list[str]) -> list[str]:
     """The trackers to use; for "all" those that are installed.
 
     Raises:
         ValueError: no such tracker, or its package is not installed.
     """
+    check_names(names)
     installed = [str(name) for name in get_available_trackers()]
     for name in names:
-        if name != "all" and name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(f"--log-with {name}: no such tracker{nearest(name, sorted(LOGGER_TYPE_TO_CLASS))}")
         if name != "all" and name not in installed:
             raise ValueError(f"--log-with {name}: it is not installed: pip install {PACKAGES.get(name, name)}")
     if "all" not in names:

@@ -67,11 +67,27 @@ def test_checkpointing_keeps_less_for_more_products(capsys):
         (["--conv-kernel", "1"], "--conv-kernel: expected 0 (no convolution) or at least 2 taps, got 1"),
         (["--tokenizer", "./nowhere"], "--tokenizer ./nowhere: no such folder"),
         (["--total-batch-size", "4", "--gradient-accumulation-steps", "2"], "cannot both be given"),
+        (["--bptt-chunk", "300"], "--bptt-chunk must be at most --sequence-length 256, got 300"),
+        (["--vocab-size", "100"], "--vocab-size 100 is smaller than the byte alphabet"),
+        (["--vocab-size", "300", "--model", "a"], "--vocab-size belongs to a new tokenizer"),
+        (["--dataset", "a/b", "--streaming"], "with --streaming give --max-steps or --max-minutes"),
+        (
+            ["--sources", "{dataset: a/b, streaming: true}", "--num-epochs", "2", "--max-steps", "9"],
+            "with --streaming give --max-steps or --max-minutes instead of --num-epochs",
+        ),
+        (["--log-with", "tensorbord"], "--log-with tensorbord: no such tracker; the nearest valid one is tensorboard"),
+        (["--mixed-precision", "fp16", "--cpu"], "--mixed-precision fp16: Accelerate has it on accelerators only"),
     ],
 )
 def test_what_is_refused(flags, message, capsys):
     assert cli.main(["train", "--dry-run", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_does_not_fit_the_model(tmp_path, capsys):
+    hf_recurrent.MinGRUConfig(vocab_size=11).save_pretrained(tmp_path)
+    assert cli.main(["train", "--dry-run", "--model", str(tmp_path), "--tokenizer", "bytes"]) == 2
+    assert "the tokenizer does not fit the model: it has 257 tokens" in capsys.readouterr().err
 
 
 def test_durations():
