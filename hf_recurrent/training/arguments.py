@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_origin
+from typing import Literal, get_args, get_origin
 
 import yaml
 from transformers import HfArgumentParser
@@ -313,6 +313,12 @@ def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
             value = ",".join(f"{k}={yaml.safe_dump(v).splitlines()[0]}" for k, v in value.items())
         if isinstance(value, dict) or isinstance(value, list) != (get_origin(names[name].type) is list):
             raise CommandLineError(f"{path}: {key}: got {value!r}, expected {type_name(names[name])}")
+        items = value if isinstance(value, list) else [value]
+        if str in (names[name].type, *get_args(names[name].type)) and any(isinstance(item, bool) for item in items):
+            raise CommandLineError(
+                f"{path}: {key}: got {value!r}, expected text: YAML reads no, yes, off and on as false and true, "
+                "unless they are in quotes"
+            )
         if isinstance(value, list):
             argv += [flag(name), *map(_word, value)] if value else []
         elif value is False and name == "mixed_precision":

@@ -63,6 +63,8 @@ def test_an_empty_file(config):
         ("tokenizer: {a: 1}", "tokenizer: got .*, expected text"),
         ("data_files: a.txt", "data_files: got 'a.txt', expected a list"),
         ("streaming: perhaps", "--streaming: Truthy value expected"),
+        ("language: [en, no]", r"language: got \['en', False\], expected text: YAML reads no, yes, off and on as"),
+        ("output_dir: on", "output_dir: got True, expected text"),
         ("mixed_precision: fp8", "--mixed-precision: invalid choice: 'fp8'"),
         ("- a\n- b", "expected `key: value` lines, got a list"),
         ("a: [", "not YAML"),
