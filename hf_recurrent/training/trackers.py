@@ -1,5 +1,6 @@
 """Metrics sent to the trackers that Accelerate knows: TensorBoard, Weights & Biases, Trackio and others."""
 
+import warnings
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -64,5 +65,9 @@ def start_trackers(accelerator: Accelerator, folder: Path, settings: dict, step:
 
 
 def finish_trackers(accelerator: Accelerator) -> None:
+    """Warns of one that cannot be finished, which is no reason to call a training failed."""
     for tracker in getattr(accelerator, "trackers", []):
-        tracker.finish()
+        try:
+            tracker.finish()
+        except Exception as error:  # each tracker has its own kinds
+            warnings.warn(f"--log-with {tracker.name}: cannot be finished: {first_line(error)}", stacklevel=2)

@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 from accelerate.tracking import TensorBoardTracker
@@ -38,6 +39,21 @@ def scalars(folder):
                 if value.WhichOneof("value") == "simple_value":
                     found.setdefault(value.tag, {})[event.step] = value.simple_value
     return found
+
+
+def test_a_tracker_that_cannot_be_finished_is_a_warning():
+    class Broken(TensorBoardTracker):
+        def __init__(self):
+            self.finished = False
+
+        def finish(self):
+            self.finished = True
+            raise ConnectionError("no network")
+
+    both = [Broken(), Broken()]
+    with pytest.warns(UserWarning, match="--log-with tensorboard: cannot be finished: no network"):
+        trackers.finish_trackers(SimpleNamespace(trackers=both))
+    assert all(tracker.finished for tracker in both)
 
 
 def test_tensorboard_gets_what_the_metrics_have(flags, tmp_path):
