@@ -143,7 +143,12 @@ class Run:
         corpus = load_corpus(data_args, train_args.seed)
         self.tokenizer = self._tokenizer(corpus, checkpoint)
         self.rows = build_rows(corpus, self.tokenizer, data_args, train_args.seed, visible=self.rank == 0)
-        self.accelerator.wait_for_everyone()  # every process has found its tokens in the cache
+        # Which all of them know when every one has found its tokens in the cache.
+        if len(set(gather_object([self.rows.digest]))) > 1:
+            raise ValueError(
+                "the corpus or its tokens are not the same in all processes: each machine needs the same files, or for "
+                "the default corpus the same Python"
+            )
         if self.accelerator.is_local_main_process and (removed := prune_token_cache(self.rows, data_args)):
             tqdm.write(removed)
         self.total_steps = self._total_steps()
@@ -559,12 +564,14 @@ class Run:
                     tokens = self.rows_per_step * self.arguments[1].sequence_length
                     rate = (state.step - rate_step) * tokens / rate_seconds
                     waiting = self.input_seconds / rate_seconds
+                    known = loss is not None and norm is not None
                     self._log(
                         {
                             "tokens": state.step * tokens,
                             **({"loss": value} if state.loss_steps else {}),
                             "lr": self.optimizer.param_groups[0]["lr"],
-                            **({} if loss is None or norm is None else {"grad_norm": float(norm)}),
+                            # Under fp16 it can be infinite, which JSON lacks: the loss scaler skips such a step.
+                            **({"grad_norm": float(norm)} if known and math.isfinite(norm) else {}),
                             **({"skipped_steps": state.skipped} if state.skipped else {}),
                             "tokens_per_second": round(rate, 1),
                             "model_flops_per_second": round(rate * self.flops_per_token),

@@ -635,6 +635,12 @@ def test_a_broken_file_is_one_line(tmp_path):
     assert err.startswith("hf-recurrent: error: a.jsonl: cannot be read as json: ") and err.count("\n") == 1
 
 
+def test_a_corpus_that_is_another_in_another_process(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_recurrent.training.loop.gather_object", lambda mine: [*mine, "of another file"])
+    argv = ["--data-files", text, "--tokenizer", "bytes", "--output-dir", tmp_path / "out"]
+    assert "the corpus or its tokens are not the same in all processes" in failure(argv, capsys)
+
+
 def test_a_compiler_that_is_missing(tmp_path, text, monkeypatch):
     flags = ["--data-files", text, "--tokenizer", "bytes", "--max-steps", 1, "--compile"]
     monkeypatch.setenv("CXX", "/nowhere/c++")
