@@ -392,8 +392,9 @@ class Run:
     def evaluate(self, rows: np.ndarray, description: str | None = None) -> float:
         """The loss over some validation rows, in nats per target token. Context does not reach beyond the row."""
         mine = rows[self.rank :: self.processes]
-        total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
-        one = torch.ones((), device=self.accelerator.device)
+        device = self.accelerator.device
+        total = torch.zeros(2, dtype=distributed.widest(device), device=device)
+        one = torch.ones((), device=device)
         self.model.eval()
         # Sharded weights are gathered in every call, so that all processes must make as many.
         starts = range(0, math.ceil(len(rows) / self.processes), self.batch_size)

@@ -11,16 +11,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_recurrent  # noqa: F401  (registers the families)
 from hf_recurrent import cli
 from hf_recurrent.modeling.model import IGNORED
-from hf_recurrent.training import TrainArguments, arguments
+from hf_recurrent.training import TrainArguments, arguments, distributed
+from hf_recurrent.training.health import health
 from hf_recurrent.training.loop import Run
 from hf_recurrent.training.loss_policy import LossPolicy
 from hf_recurrent.training.model import families
@@ -183,6 +186,27 @@ def test_ways_to_compute_the_same(train, flags, tolerance):
     other = train("--max-steps", 4, *flags, name="other")
     assert metrics(other, "loss") == pytest.approx(metrics(plain, "loss"), rel=tolerance)
     assert all(weight.dtype == torch.float32 for weight in weights(other).values())
+
+
+class NoFloat64(TorchDispatchMode):
+    """As on Apple's GPUs."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        assert getattr(result, "dtype", None) != torch.float64, operator
+        return result
+
+
+def test_a_device_without_float64(text, tmp_path, monkeypatch):
+    argv = ["--data-files", text, "--tokenizer", "bytes", "--output-dir", tmp_path / "run", "--max-steps", 1, "--cpu"]
+    run = Run(*arguments.parse([*TINY, *map(str, argv)]))
+    batch = run._batch({name: values[:2] for name, values in run.validation.rows.items()})
+    exact = run.evaluate(np.arange(4)), health(run.model, batch, lambda values: values)
+    assert distributed.widest(torch.device("mps")) == torch.float32
+    monkeypatch.setattr(distributed, "widest", lambda device: torch.float32)
+    with NoFloat64():
+        found = run.evaluate(np.arange(4)), health(run.model, batch, lambda values: values)
+    assert found[0] == pytest.approx(exact[0]) and found[1] == pytest.approx(exact[1], rel=1e-4)
 
 
 def test_the_launchers_precision_is_the_runs(train, monkeypatch, capsys):
