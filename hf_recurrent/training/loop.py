@@ -30,7 +30,7 @@ from .data_arguments import DEFAULT_VOCAB_SIZE
 from .documents import Corpus
 from .folder import ARGUMENTS, BAD_BATCHES, TRACKERS, RunFolder
 from .health import health
-from .input import build_rows, first_texts, prune_token_cache, summary
+from .input import build_rows, first_texts, prune_token_cache, save_places, summary
 from .loss_policy import LossPolicy, Verdict
 from .model import check_fit, check_folder, checkpoint_activations, create_model, load_model
 from .optimizer import create_optimizer, learning_rate_ratio
@@ -142,7 +142,9 @@ class Run:
 
         corpus = load_corpus(data_args, train_args.seed)
         self.tokenizer = self._tokenizer(corpus, checkpoint)
-        self.rows = build_rows(corpus, self.tokenizer, data_args, train_args.seed, visible=self.rank == 0)
+        self.rows = build_rows(
+            corpus, self.tokenizer, data_args, train_args.seed, visible=self.rank == 0, checkpoint=checkpoint
+        )
         # Which all of them know when every one has found its tokens in the cache.
         if len(set(gather_object([self.rows.digest]))) > 1:
             raise ValueError(
@@ -476,6 +478,7 @@ class Run:
                 model = self.accelerator.unwrap_model(self.model)
                 for configuration in (model.config, model.generation_config):
                     configuration.save_pretrained(temporary)
+                save_places(self.rows, temporary)
                 (temporary / ARGUMENTS).write_text(to_yaml(*self.arguments), encoding="utf-8")
                 saved = {
                     "format": CHECKPOINT_FORMAT,

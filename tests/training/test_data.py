@@ -17,10 +17,10 @@ from hf_recurrent.modeling.model import IGNORED
 from hf_recurrent.training.arguments import DataArguments
 from hf_recurrent.training.documents import Documents, in_validation, split
 from hf_recurrent.training.mixing import BLOCK, MixedRows
-from hf_recurrent.training.rows import ShuffledRows, StreamedRows, count_rows, count_targets, pack, pad
+from hf_recurrent.training.rows import Place, ShuffledRows, StreamedRows, count_rows, count_targets, pack, pad
 from hf_recurrent.training.sources import dataset_documents, expand, file_documents, load_corpus, stdlib_documents
 from hf_recurrent.training.tokenizer import byte_tokenizer
-from hf_recurrent.training.tokens import TokenStream, concatenate, encode, pieces
+from hf_recurrent.training.tokens import TokenStream, concatenate, encode, encode_batch, pieces
 from hf_recurrent.training.validation import validation_rows
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -145,6 +145,42 @@ def test_streamed_rows_are_those_of_the_whole_stream(texts, length):
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_stream_goes_on_from_a_place_near_the_rows_trained_on(packing, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_recurrent.training.tokens.BATCH", 30)  # two documents or three at a time
+    texts = [chr(97 + n % 26) * (5 + n % 17) for n in range(24)]
+
+    def stream(**more):
+        def read(epoch):  # each epoch in an order of its own
+            for n in np.random.default_rng(epoch).permutation(len(texts)):
+                yield texts[n], texts[n]
+
+        return StreamedRows(Documents(read), byte_tokenizer(), 8, packing, **more)
+
+    def tokenised(tokenizer, batch, dtype):
+        documents.extend("".join(pieces) for pieces in batch)
+        return encode_batch(tokenizer, batch, dtype)
+
+    whole, count, documents = stream(), 100, []
+    expected = whole.take(0, count)
+    whole.release(count)
+    first = stream()
+    monkeypatch.setattr("hf_recurrent.training.tokens.encode_batch", tokenised)
+    for used in range(0, 90, 3):
+        first.take(used, 3)
+        first.release(used)
+        first.place().save(tmp_path / "place.npz")
+        documents.clear()
+        later = stream(start=Place.load(tmp_path / "place.npz"))
+        later.release(used)
+        taken = later.take(used, 4)
+        assert len(documents) < 10  # those of the part that the place lies before, and of few more
+        assert all(np.array_equal(taken[name], expected[name][used : used + 4]) for name in taken)
+        later.take(used + 4, count - used - 4)
+        later.release(count)
+        assert np.array_equal(later.target_counts(257), whole.target_counts(257))
 
 
 def test_documents_begin_and_end_with_the_end_token():
