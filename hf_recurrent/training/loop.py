@@ -443,9 +443,10 @@ class Run:
         """What `state.json` holds, once the checkpoint is known to belong to this run."""
         with checkpoints.reading(checkpoint):
             saved = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-            then = yaml.safe_load((checkpoint / ARGUMENTS).read_text(encoding="utf-8"))
-        if saved["format"] != CHECKPOINT_FORMAT:
-            raise ValueError(f"--resume: {checkpoint} has format {saved['format']}, expected {CHECKPOINT_FORMAT}")
+            then = dict(yaml.safe_load((checkpoint / ARGUMENTS).read_text(encoding="utf-8")))
+            saved_format = dict(saved).get("format")
+        if saved_format != CHECKPOINT_FORMAT:
+            raise ValueError(f"--resume: {checkpoint} has format {saved_format}, expected {CHECKPOINT_FORMAT}")
         now = yaml.safe_load(to_yaml(*self.arguments))
         differing = [name for name in {**then, **now} if name not in FREE and then.get(name) != now.get(name)]
         if differing:

@@ -637,6 +637,13 @@ def test_a_run_that_is_not_the_checkpoints(train, text, tmp_path, capsys):
     train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
     assert "step-00000002 cannot be read: " in capsys.readouterr().err
     broken.write_bytes(whole)
+    state = broken.with_name("state.json")
+    written = state.read_text()
+    for content, message in (("3", "step-00000002 cannot be read: "), ("{}", "has format None, expected 3")):
+        state.write_text(content.ljust(len(written)))
+        train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
+        assert message in capsys.readouterr().err
+    state.write_text(written)
     Path(text).write_text(TEXT.upper())
     train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
     assert "the corpus or its tokens have changed since" in capsys.readouterr().err
