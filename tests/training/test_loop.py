@@ -17,6 +17,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_recurrent  # noqa: F401  (registers the families)
@@ -28,6 +29,7 @@ from hf_recurrent.training.loop import Run
 from hf_recurrent.training.loss_policy import LossPolicy
 from hf_recurrent.training.model import families
 from hf_recurrent.training.optimizer import create_optimizer, learning_rate_ratio
+from hf_recurrent.training.signals import interrupts
 from hf_recurrent.training.tokenizer import train_bpe
 
 TINY = "--hidden-size 16 --num-hidden-layers 2 --sequence-length 32 --batch-size 4 --log-steps 1 --eval-rows 4".split()
@@ -448,6 +450,18 @@ def test_ctrl_c_saves_and_going_on_equals_not_stopping(train, monkeypatch, capsy
     for name in ("step", "loss", "grad_norm", "lr", "validation_loss"):
         assert metrics(folder, name) == metrics(whole, name)
     assert same(weights(folder), weights(whole))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("reentrant call inside stderr"), OSError("the terminal is gone")])
+def test_a_signal_that_cannot_be_announced_ends_the_run_all_the_same(monkeypatch, error):
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr(tqdm, "write", broken)
+    with interrupts() as interrupted:
+        assert interrupted() == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupted() == signal.SIGTERM
 
 
 def test_ctrl_c_while_the_earlier_run_moves_aside(train, monkeypatch, tmp_path):
