@@ -117,9 +117,12 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).train()
     counts = count(model, batch_size, data_args.sequence_length)
-    if train_args.gradient_checkpointing:
-        options = checkpoint_activations(model)
-        counts.activations = count(model, batch_size, data_args.sequence_length, **options).activations
+    whole = train_args.bptt_chunk is None or train_args.bptt_carry_gradients  # a row's activations are there at once
+    options = checkpoint_activations(model) if train_args.gradient_checkpointing else {}
+    if options or not whole:
+        length = data_args.sequence_length if whole else train_args.bptt_chunk
+        options = {} if train_args.bptt_carry_gradients else options  # as in training
+        counts.activations = count(model, batch_size, length, **options).activations
     tokens = batch_size * passes * data_args.sequence_length
     flops = 3 * counts.flops * passes  # backward, each matrix product is two
     if train_args.gradient_checkpointing:  # the forward pass is done twice, but for the head's
@@ -140,7 +143,7 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
         ("step, on one process", f"{passes} x {batch_size} rows of {data_args.sequence_length} = {tokens:,} tokens"),
         ("matrix products per step", f"{flops:.3g} FLOP"),
         ("weights, gradients, AdamW", f"{state / GIB:.2f} GiB"),
-        ("activations of one pass, in float32", f"{counts.activations / GIB:.2f} GiB"),
+        (f"activations of one {'pass' if whole else 'chunk'}, in float32", f"{counts.activations / GIB:.2f} GiB"),
         ("this machine", f"{rate / 1e9:,.0f} GFLOP/s in float32"),
     ]
     if train_args.max_steps is not None:

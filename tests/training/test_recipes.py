@@ -60,6 +60,14 @@ def test_checkpointing_keeps_less_for_more_products(capsys):
     assert plain["steps"] == 10 and plain["tokens_per_step"] == 16 * 64 and plain["seconds"] > 0
 
 
+def test_truncated_backpropagation_keeps_a_chunk():
+    flags = "--tokenizer bytes --dry-run --hidden-size 32 --sequence-length 64 --bptt-chunk 16".split()
+    chunk = dry_run(*arguments.parse(flags))
+    carried = dry_run(*arguments.parse([*flags, "--bptt-carry-gradients"]))
+    assert chunk["activation_bytes"] < 0.3 * carried["activation_bytes"]
+    assert chunk["flops_per_step"] == carried["flops_per_step"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
