@@ -87,6 +87,14 @@ class State:
     skipped_in_row: int = 0
 
 
+class Interrupted(Exception):
+    """A signal, by its number, has come where there is no step that it could end the run after."""
+
+    @property
+    def number(self) -> int:
+        return self.args[0]
+
+
 def train(model_args: ModelArguments, data_args: DataArguments, train_args: TrainArguments) -> dict:
     """Train a model and leave it in `train_args.output_dir`.
 
@@ -391,8 +399,18 @@ class Run:
 
     # ---- validation
 
-    def evaluate(self, rows: np.ndarray, description: str | None = None) -> float:
-        """The loss over some validation rows, in nats per target token. Context does not reach beyond the row."""
+    def evaluate(
+        self, rows: np.ndarray, description: str | None = None, interrupted: Callable[[], int] | None = None
+    ) -> float:
+        """The loss over some validation rows, in nats per target token. Context does not reach beyond the row.
+
+        Args:
+            description: of the progress bar; none without.
+            interrupted: gives the number of a signal that has come, or 0; None where that waits for the step's end.
+
+        Raises:
+            Interrupted: one has come, to any process.
+        """
         mine = rows[self.rank :: self.processes]
         device = self.accelerator.device
         total = torch.zeros(2, dtype=distributed.widest(device), device=device)
@@ -402,6 +420,8 @@ class Run:
         starts = range(0, math.ceil(len(rows) / self.processes), self.batch_size)
         with torch.no_grad():
             for start in tqdm(starts, description, delay=2, leave=False, disable=description is None or self.rank != 0):
+                if interrupted is not None and (number := self._agree(0.0, interrupted())[1]):
+                    raise Interrupted(number)
                 chosen = mine[start : start + self.batch_size]
                 counts = len(chosen) > 0  # else this process has had its share
                 chosen = chosen if counts else rows[:1]
@@ -413,7 +433,7 @@ class Run:
         nats, targets = self.accelerator.reduce(total, "sum").tolist()
         return nats / targets
 
-    def _validate(self, *, everything: bool = False) -> dict | None:
+    def _validate(self, *, everything: bool = False, interrupted: Callable[[], int] | None = None) -> dict | None:
         if self.validation is None:
             return None
         count = len(self.validation.rows["labels"])
@@ -421,7 +441,7 @@ class Run:
             rows = np.arange(count)
         else:
             rows = np.linspace(0, count - 1, min(count, self.args.eval_rows)).round().astype(np.int64)
-        loss = self.evaluate(rows, "validating" if everything else None)
+        loss = self.evaluate(rows, "validating" if everything else None, interrupted)
         bytes_per_token = self.validation.text_bytes / self.validation.targets
         result = {
             "validation_loss": loss,
@@ -530,8 +550,14 @@ class Run:
         if self.state.step == 0:
             self._validate()  # also compiles kernels before the clock starts
         with interrupts() as interrupted:
-            stopped = self._loop(interrupted)
+            stopped, final = self._loop(interrupted), None
             self.save_model()
+            if not stopped:
+                try:
+                    final = self._validate(everything=True, interrupted=interrupted)
+                except Interrupted as error:
+                    stopped = error.number
+                    self.save_checkpoint()
         result = {"output_dir": str(self.folder.path), "step": self.state.step, "interrupted": stopped}
         logged = [line["loss"] for line in self.folder.metrics() if "loss" in line]
         result["train_loss"] = logged[-1] if logged else None
@@ -542,7 +568,7 @@ class Run:
             )
         else:
             self._print(f"the model is saved in {self.folder.path}")
-        return result | self._report(final=not stopped)
+        return result | self._report(final)
 
     def _loop(self, interrupted: Callable[[], int]) -> int:
         """Train until a budget is used up; the number of the signal that ended it before that, else 0."""
@@ -632,9 +658,12 @@ class Run:
                 f"about {result['validation_bits_per_byte']:.3f} bits per byte"
             )
 
-    def _report(self, *, final: bool) -> dict:
-        """Validate on everything, draw the loss curve, print the table."""
-        result = self._validate(everything=True) if final else None
+    def _report(self, result: dict | None) -> dict:
+        """Draw the loss curve, print the table.
+
+        Args:
+            result: of the validation on everything; None where there is none.
+        """
         references: Baselines | None = None
         if self.validation is not None:
             references = baselines(self.validation, self.rows.target_counts(len(self.validation.target_counts)))

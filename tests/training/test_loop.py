@@ -452,6 +452,25 @@ def test_ctrl_c_saves_and_going_on_equals_not_stopping(train, monkeypatch, capsy
     assert same(weights(folder), weights(whole))
 
 
+def test_sigterm_in_the_last_validation(train, monkeypatch):
+    flags = [*RESUMABLE, "--max-steps", 4, "--resume", "auto"]  # without a checkpoint so far
+    whole, evaluate = train(*flags), Run.evaluate
+
+    def interrupted(run, rows, description=None, *more):
+        if description is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(run, rows, description, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "evaluate", interrupted)
+        folder = train(*flags, name="stopped")
+    assert len(metrics(folder, "validation_loss")) == 1
+    train(*flags, name="stopped")
+    for name in ("step", "loss", "grad_norm", "lr", "validation_loss"):
+        assert metrics(folder, name) == metrics(whole, name)
+    assert same(weights(folder), weights(whole))
+
+
 @pytest.mark.parametrize("error", [RuntimeError("reentrant call inside stderr"), OSError("the terminal is gone")])
 def test_a_signal_that_cannot_be_announced_ends_the_run_all_the_same(monkeypatch, error):
     def broken(*_, **__):
