@@ -40,7 +40,7 @@ from .signals import interrupts
 from .sources import load_corpus
 from .tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from .tokens import largest_id
-from .trackers import check_trackers, finish_trackers, start_trackers
+from .trackers import check_trackers, finish_trackers, send, start_trackers
 from .validation import ValidationRows, validation_rows
 
 CHECKPOINT_FORMAT = 3
@@ -455,7 +455,7 @@ class Run:
         if self.accelerator.is_main_process:
             self.folder.log({"step": self.state.step} | values)
         if self.args.log_with:
-            self.accelerator.log(values, self.state.step)
+            send(self.accelerator, values, self.state.step)
 
     # ---- saving
 

@@ -64,6 +64,19 @@ def start_trackers(accelerator: Accelerator, folder: Path, settings: dict, step:
         raise ValueError(f"--log-with: {names} cannot be started: {first_line(error)}") from error
 
 
+def send(accelerator: Accelerator, values: dict, step: int) -> None:
+    """Send metrics to every tracker. One that fails is left out from then on, with a warning: metrics.jsonl has them
+    all, and a training does not end because a server far away does not answer."""
+    for tracker in list(getattr(accelerator, "trackers", [])):
+        try:
+            tracker.log(values, step=step)
+        except Exception as error:  # each tracker has its own kinds
+            accelerator.trackers.remove(tracker)
+            warnings.warn(
+                f"--log-with {tracker.name}: gets nothing after step {step}: {first_line(error)}", stacklevel=2
+            )
+
+
 def finish_trackers(accelerator: Accelerator) -> None:
     """Warns of one that cannot be finished, which is no reason to call a training failed."""
     for tracker in getattr(accelerator, "trackers", []):
