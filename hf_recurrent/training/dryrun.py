@@ -128,7 +128,7 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
     if train_args.gradient_checkpointing:  # the forward pass is done twice, but for the head's
         flops += counts.flops * passes - 2 * tokens * model.lm_head.weight.numel()
     state = counts.parameters * STATE_BYTES
-    rate = matrix_rate()
+    rate = matrix_rate("cpu" if train_args.cpu else None)
     result = {
         "parameters": counts.parameters,
         "tokens_per_step": tokens,

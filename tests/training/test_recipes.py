@@ -60,6 +60,13 @@ def test_checkpointing_keeps_less_for_more_products(capsys):
     assert plain["steps"] == 10 and plain["tokens_per_step"] == 16 * 64 and plain["seconds"] > 0
 
 
+def test_the_estimate_is_for_the_device_of_the_run(monkeypatch):
+    monkeypatch.setattr("hf_recurrent.training.dryrun.matrix_rate", lambda device: 1e9 if device == "cpu" else 1e12)
+    flags = "--tokenizer bytes --dry-run --hidden-size 8 --sequence-length 16 --max-steps 10".split()
+    seconds = [dry_run(*arguments.parse([*flags, *more]))["seconds"] for more in ([], ["--cpu"])]
+    assert seconds[1] == pytest.approx(1000 * seconds[0])
+
+
 def test_truncated_backpropagation_keeps_a_chunk():
     flags = "--tokenizer bytes --dry-run --hidden-size 32 --sequence-length 64 --bptt-chunk 16".split()
     chunk = dry_run(*arguments.parse(flags))
