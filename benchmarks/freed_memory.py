@@ -21,6 +21,7 @@ from hf_recurrent import malloc
 from hf_recurrent.files import write_whole
 from hf_recurrent.measure import machine, make_folder, positive
 from hf_recurrent.training.arguments import parse
+from hf_recurrent.training.costs import peak_memory
 from hf_recurrent.training.dryrun import tokenizer_size
 from hf_recurrent.training.model import create_model
 from hf_recurrent.training.optimizer import create_optimizer
@@ -46,12 +47,11 @@ def steps(case: str, setting: str, number: int) -> dict:
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
     later = slice(number // 2, None)
     return {
         "seconds": statistics.median(seconds[later]),
         "page_faults": statistics.median(faults[later]),
-        "peak_bytes": usage.ru_maxrss * 1024,
+        "peak_bytes": peak_memory(torch.device("cpu")),
     }
 
 

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_origin
+from typing import Literal, get_args, get_origin
 
 import yaml
 from transformers import HfArgumentParser
@@ -176,6 +176,8 @@ class TrainArguments:
         require(self, "seed", at_least=0, at_most=2**31 - 1)
         if self.bptt_carry_gradients and self.bptt_chunk is None:
             raise ValueError("--bptt-carry-gradients belongs to --bptt-chunk, which is not given")
+        if self.cpu and self.mixed_precision == "fp16":
+            raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; with --cpu bf16 works")
         if self.overwrite and self.resume:
             raise ValueError("--overwrite and --resume cannot both be given")
         if self.total_batch_size is not None and self.gradient_accumulation_steps is not None:
@@ -196,6 +198,23 @@ class TrainArguments:
         mine = self.total_batch_size // processes
         size = next(size for size in range(min(self.batch_size, mine), 0, -1) if mine % size == 0)
         return size, mine // size
+
+
+def check_together(model: ModelArguments, data: DataArguments, train: TrainArguments) -> None:
+    """
+    Raises:
+        ValueError: arguments of different kinds that contradict each other.
+    """
+    if (train.bptt_chunk or 0) > data.sequence_length:
+        raise ValueError(
+            f"--bptt-chunk must be at most --sequence-length {data.sequence_length}, got {train.bptt_chunk}"
+        )
+    if model.model is not None and data.vocab_size is not None:
+        raise ValueError("--vocab-size belongs to a new tokenizer, but --model brings its own")
+    ends = train.num_epochs is None and (train.max_steps is not None or train.max_minutes is not None)
+    if not ends and any(part.streaming for part in data.parts()):
+        instead = "" if train.num_epochs is None else " instead of --num-epochs"
+        raise ValueError(f"a stream's length is not known: with --streaming give --max-steps or --max-minutes{instead}")
 
 
 # ---- parsing ---------------------------------------------------------------------------------------------------------
@@ -294,6 +313,12 @@ def _yaml_arguments(parser: TrainParser, path: Path) -> list[str]:
             value = ",".join(f"{k}={yaml.safe_dump(v).splitlines()[0]}" for k, v in value.items())
         if isinstance(value, dict) or isinstance(value, list) != (get_origin(names[name].type) is list):
             raise CommandLineError(f"{path}: {key}: got {value!r}, expected {type_name(names[name])}")
+        items = value if isinstance(value, list) else [value]
+        if str in (names[name].type, *get_args(names[name].type)) and any(isinstance(item, bool) for item in items):
+            raise CommandLineError(
+                f"{path}: {key}: got {value!r}, expected text: YAML reads no, yes, off and on as false and true, "
+                "unless they are in quotes"
+            )
         if isinstance(value, list):
             argv += [flag(name), *map(_word, value)] if value else []
         elif value is False and name == "mixed_precision":

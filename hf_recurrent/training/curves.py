@@ -71,13 +71,15 @@ def short_names(folders: list[Path]) -> dict[Path, str]:
 
 
 def points(lines: list[dict], x: str, y: str) -> np.ndarray:
-    """(N, 2). A line of metrics has the seconds, and those of validations no tokens: the latest ones count."""
+    """(N, 2), of finite values. A line of metrics has the seconds, and those of validations no tokens: the latest ones
+    count."""
     latest, found = {"step": 0, "tokens": 0, "elapsed": 0.0}, []
     for line in lines:
         latest.update({name: line[name] for name in latest if name in line})
         if y in line:
             found.append((latest[x], line[y]))
-    return np.array(found, dtype=float).reshape(-1, 2)
+    curve = np.array(found, dtype=float).reshape(-1, 2)
+    return curve[np.isfinite(curve).all(axis=1)]
 
 
 def plot_runs(

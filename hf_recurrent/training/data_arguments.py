@@ -122,7 +122,9 @@ class DataArguments(SourceArguments):
     skip_unreadable_files: bool = option(
         False, "Leave out --data-files that cannot be read or hold no text, with a warning that names each."
     )
-    validation_files: list[str] = option([], "Files or globs to validate on, instead of a share of the corpus.")
+    validation_files: list[str] = option(
+        [], "Files or globs to validate on, by --text-column, instead of a share of the corpus."
+    )
     validation_share: float = option(
         0.05,
         "Share of the documents to validate on, chosen by a hash (where that leaves nothing, the last share of each "
@@ -152,8 +154,10 @@ class DataArguments(SourceArguments):
         super().__post_init__()
         self.sources = [source if isinstance(source, dict) else _mapping(source) for source in self.sources]
         self._check_sources()
-        if self.validation_split is not None and self.validation_files:
-            raise ValueError("--validation-split and --validation-files cannot both be given")
+        if any(part.validation_split is not None for part in self.parts()):
+            for other, given in (("-files", self.validation_files), ("-share 0", self.validation_share == 0)):
+                if given:
+                    raise ValueError(f"--validation-split and --validation{other} cannot both be given")
         if self.skip_unreadable_files and not any(part.data_files for part in self.parts()):
             raise ValueError("--skip-unreadable-files belongs to --data-files, which are not given")
         if self.vocab_size is not None and self.tokenizer != "bpe":
@@ -168,6 +172,8 @@ class DataArguments(SourceArguments):
         if not self.sources:
             return
         for field in dataclasses.fields(SourceArguments):
+            if field.name == "text_column" and self.validation_files:
+                continue  # it is theirs
             default = field.default_factory() if field.default is dataclasses.MISSING else field.default
             if getattr(self, field.name) != default:
                 raise ValueError(f"{flag(field.name)} cannot be given beside --sources: it belongs into each of them")

@@ -204,6 +204,11 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tenso
     return weights
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """In which long sums are taken: float64, which Apple's GPUs lack."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def local_part(parameter: Tensor) -> Tensor:
     """What this process holds of a parameter: all of it, or its shard."""
     if isinstance(parameter, DTensor):

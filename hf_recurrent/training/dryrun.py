@@ -8,12 +8,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..messages import counted
-from .arguments import DataArguments, ModelArguments, TrainArguments
+from .arguments import DataArguments, ModelArguments, TrainArguments, check_together
 from .costs import matrix_rate
 from .data_arguments import DEFAULT_VOCAB_SIZE
-from .model import check_folder, checkpoint_activations, create_config
+from .model import check_fit, check_folder, checkpoint_activations, create_config
 from .report import table
-from .tokenizer import load_tokenizer
+from .tokenizer import check_vocab_size, load_tokenizer
+from .trackers import check_names
 
 # Tokenizers that recipes name, so that they can be counted where there is no network: tokens, and the last one's use.
 KNOWN_TOKENIZERS = {"openai-community/gpt2": 50257, "EleutherAI/gpt-neox-20b": 50277}
@@ -40,11 +41,12 @@ def tokenizer_size(args: DataArguments) -> TokenizerSize:
     """The size of the tokenizer that the arguments ask for; a BPE's at most.
 
     Raises:
-        ValueError: it is neither here nor known.
+        ValueError: it is neither here nor known; a BPE would be too small.
     """
     if args.tokenizer == "bytes":
         return TokenizerSize(BYTES)
     if args.tokenizer == "bpe":
+        check_vocab_size(args.vocab_size or DEFAULT_VOCAB_SIZE)
         return TokenizerSize(args.vocab_size or DEFAULT_VOCAB_SIZE)
     if args.tokenizer in KNOWN_TOKENIZERS and not Path(args.tokenizer).exists():
         return TokenizerSize(KNOWN_TOKENIZERS[args.tokenizer])
@@ -103,23 +105,30 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
     Raises:
         ValueError: arguments that `train` would refuse before it looks at the data.
     """
+    check_together(model_args, data_args, train_args)
+    check_names(train_args.log_with)
     batch_size, passes = train_args.passes(1)
     if model_args.model is None:
         config = create_config(model_args, tokenizer_size(data_args))
     else:
         config = check_folder(model_args.model)
+        if data_args.tokenizer != "bpe":  # else its own
+            check_fit(tokenizer_size(data_args).size, config.vocab_size)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).train()
     counts = count(model, batch_size, data_args.sequence_length)
-    if train_args.gradient_checkpointing:
-        options = checkpoint_activations(model)
-        counts.activations = count(model, batch_size, data_args.sequence_length, **options).activations
+    whole = train_args.bptt_chunk is None or train_args.bptt_carry_gradients  # a row's activations are there at once
+    options = checkpoint_activations(model) if train_args.gradient_checkpointing else {}
+    if options or not whole:
+        length = data_args.sequence_length if whole else train_args.bptt_chunk
+        options = {} if train_args.bptt_carry_gradients else options  # as in training
+        counts.activations = count(model, batch_size, length, **options).activations
     tokens = batch_size * passes * data_args.sequence_length
     flops = 3 * counts.flops * passes  # backward, each matrix product is two
     if train_args.gradient_checkpointing:  # the forward pass is done twice, but for the head's
         flops += counts.flops * passes - 2 * tokens * model.lm_head.weight.numel()
     state = counts.parameters * STATE_BYTES
-    rate = matrix_rate()
+    rate = matrix_rate("cpu" if train_args.cpu else None)
     result = {
         "parameters": counts.parameters,
         "tokens_per_step": tokens,
@@ -134,7 +143,7 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
         ("step, on one process", f"{passes} x {batch_size} rows of {data_args.sequence_length} = {tokens:,} tokens"),
         ("matrix products per step", f"{flops:.3g} FLOP"),
         ("weights, gradients, AdamW", f"{state / GIB:.2f} GiB"),
-        ("activations of one pass, in float32", f"{counts.activations / GIB:.2f} GiB"),
+        (f"activations of one {'pass' if whole else 'chunk'}, in float32", f"{counts.activations / GIB:.2f} GiB"),
         ("this machine", f"{rate / 1e9:,.0f} GFLOP/s in float32"),
     ]
     if train_args.max_steps is not None:

@@ -25,6 +25,7 @@ from ..modeling.longhorn import LonghornMixer
 from ..modeling.mingru import MinGRUMixer
 from ..modeling.minlstm import MinLSTMMixer
 from ..modeling.s5 import S5Mixer
+from . import distributed
 
 CLOSED, OPEN = 0.01, 0.99
 WINDOW_BASE = 16  # windows are its powers
@@ -83,11 +84,12 @@ def summarise(coefficients: Iterator[Tensor], length: int) -> dict[str, Tensor]:
     """gates_closed, gates_open, memory_1 ... memory_`length` of |a|, tensors (1, places or 1, channels); each 0-dim."""
     sums: dict[str, list[Tensor]] = {}
     for a in coefficients:
-        values = {"gates_closed": (a < CLOSED).double(), "gates_open": (a > OPEN).double()}
-        total = F.pad(a.double().clamp(min=1e-38).log().cumsum(1), (0, 0, 1, 0))
+        wide = distributed.widest(a.device)
+        values = {"gates_closed": (a < CLOSED).to(wide), "gates_open": (a > OPEN).to(wide)}
+        total = F.pad(a.to(wide).clamp(min=1.2e-38).log().cumsum(1), (0, 0, 1, 0))  # above float32's subnormal numbers
         for window in windows(length):
             # A single place stands for all of them. Of windows longer than the row the mean is that of nothing, nan.
-            ends = a.double() ** window if a.shape[1] == 1 else (total[:, window:] - total[:, :-window]).exp()
+            ends = a.to(wide) ** window if a.shape[1] == 1 else (total[:, window:] - total[:, :-window]).exp()
             values[f"memory_{window}"] = ends
         for name, value in values.items():
             sums.setdefault(name, []).append(value.mean())

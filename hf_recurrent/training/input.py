@@ -1,42 +1,66 @@
 """A corpus as the rows that a run reads."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..messages import counted
+from .checkpoints import reading
 from .data_arguments import DataArguments
 from .documents import Corpus, Part
 from .mixing import MixedRows
-from .rows import ShuffledRows, StreamedRows
+from .rows import Place, ShuffledRows, StreamedRows
 from .token_cache import prune, tokenised
 
+PLACE = "stream-{}.npz"  # in a checkpoint, by the source's number
 TOKENIZER_TRAINING_CHARACTERS = 100_000_000  # of the corpus's beginning; a BPE learns nothing more from more
 
 Rows = ShuffledRows | StreamedRows | MixedRows
 
 
 def build_rows(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, args: DataArguments, seed: int, visible: bool = True
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    args: DataArguments,
+    seed: int,
+    visible: bool = True,
+    checkpoint: Path | None = None,
 ) -> Rows:
     """Tokenise what is not streamed.
 
     Args:
         visible: whether to show progress.
+        checkpoint: what to go on from; streams need not be tokenised from their beginning then.
 
     Raises:
-        ValueError: a source is shorter than one row.
+        ValueError: a source is shorter than one row; the checkpoint cannot be read.
     """
-    # Each source is shuffled in its own way.
-    parts = [_part(part, tokenizer, args, seed + number, visible) for number, part in enumerate(corpus.parts)]
+    parts = []
+    for number, part in enumerate(corpus.parts):
+        start = None
+        if part.streaming and checkpoint is not None and (checkpoint / PLACE.format(number)).is_file():
+            with reading(checkpoint):  # older ones have none
+                start = Place.load(checkpoint / PLACE.format(number))
+        # Each source is shuffled in its own way.
+        parts.append(_part(part, tokenizer, args, seed + number, visible, start))
     return parts[0] if len(parts) == 1 else MixedRows(parts, [part.weight for part in corpus.parts], seed)
 
 
-def _part(part: Part, tokenizer, args: DataArguments, seed: int, visible: bool) -> ShuffledRows | StreamedRows:
+def save_places(rows: Rows, checkpoint: Path) -> None:
+    """Save where streams can be gone on from."""
+    for number, part in enumerate(rows.parts if isinstance(rows, MixedRows) else [rows]):
+        if isinstance(part, StreamedRows):
+            part.place().save(checkpoint / PLACE.format(number))
+
+
+def _part(
+    part: Part, tokenizer, args: DataArguments, seed: int, visible: bool, start: Place | None
+) -> ShuffledRows | StreamedRows:
     length, packing, name = args.sequence_length, args.packing, part.description
     if part.streaming:
-        return StreamedRows(part.train, tokenizer, length, packing, name)
+        return StreamedRows(part.train, tokenizer, length, packing, name, start, visible)
     stream = tokenised(tokenizer, part.train, "tokenising" if visible else None, cache=args.token_cache)
     return ShuffledRows(stream, length, seed, packing, name)
 

@@ -14,7 +14,8 @@ import torch
 import yaml
 from accelerate.utils import gather_object, set_seed
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME
 
 from ..files import write_whole
 from ..hub.code import write_code
@@ -23,15 +24,15 @@ from ..messages import counted
 from ..modeling.configuration import RecurrentConfig
 from ..modeling.model import IGNORED
 from . import checkpoints, costs, distributed
-from .arguments import DataArguments, ModelArguments, TrainArguments, flag, to_yaml
+from .arguments import DataArguments, ModelArguments, TrainArguments, check_together, flag, to_yaml
 from .bptt import backward_in_chunks
 from .data_arguments import DEFAULT_VOCAB_SIZE
 from .documents import Corpus
 from .folder import ARGUMENTS, BAD_BATCHES, TRACKERS, RunFolder
 from .health import health
-from .input import build_rows, first_texts, prune_token_cache, summary
+from .input import build_rows, first_texts, prune_token_cache, save_places, summary
 from .loss_policy import LossPolicy, Verdict
-from .model import check_folder, checkpoint_activations, create_model, load_model
+from .model import check_fit, check_folder, checkpoint_activations, create_model, load_model
 from .optimizer import create_optimizer, learning_rate_ratio
 from .prefetch import Prefetcher
 from .report import Baselines, baselines, plot_loss, table
@@ -39,7 +40,7 @@ from .signals import interrupts
 from .sources import load_corpus
 from .tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from .tokens import largest_id
-from .trackers import check_trackers, finish_trackers, start_trackers
+from .trackers import check_trackers, finish_trackers, send, start_trackers
 from .validation import ValidationRows, validation_rows
 
 CHECKPOINT_FORMAT = 3
@@ -86,6 +87,14 @@ class State:
     skipped_in_row: int = 0
 
 
+class Interrupted(Exception):
+    """A signal, by its number, has come where there is no step that it could end the run after."""
+
+    @property
+    def number(self) -> int:
+        return self.args[0]
+
+
 def train(model_args: ModelArguments, data_args: DataArguments, train_args: TrainArguments) -> dict:
     """Train a model and leave it in `train_args.output_dir`.
 
@@ -113,11 +122,9 @@ class Run:
     def __init__(self, model_args: ModelArguments, data_args: DataArguments, train_args: TrainArguments):
         self.args = train_args
         self.arguments = (model_args, data_args, train_args)
+        check_together(*self.arguments)
         if train_args.output_dir is None:
             train_args.output_dir = f"runs/{model_args.model_type or 'mingru'}"
-        chunk, length = train_args.bptt_chunk or 0, data_args.sequence_length
-        if chunk > length:
-            raise ValueError(f"--bptt-chunk must be at most --sequence-length {length}, got {chunk}")
         self.folder = RunFolder(train_args.output_dir)
         self.folder.check(overwrite=train_args.overwrite, resume=train_args.resume)
         self.accelerator = distributed.create_accelerator(
@@ -125,21 +132,33 @@ class Run:
             log_with=check_trackers(train_args.log_with) if train_args.log_with else None,
             project_dir=str(self.folder.path / TRACKERS),
         )
+        if self.accelerator.mixed_precision != "no":  # `accelerate launch` may have told it, and train.yaml is to
+            train_args.mixed_precision = self.accelerator.mixed_precision
         self.accelerator.wait_for_everyone()  # every process has seen the folder as it was
         if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
             raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; on the CPU bf16 works")
-        if model_args.model is not None:
-            check_folder(model_args.model)
         self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
         self.batch_size, self.passes = train_args.passes(self.processes)
         self.state = State()
         self.checkpoint = checkpoint = self.folder.newest_checkpoint() if train_args.resume else None
+        # A checkpoint has all weights, so that the model that the run began with need not be there any more. (Those of
+        # older versions lack its configuration.)
+        self.has_configuration = checkpoint is not None and (checkpoint / CONFIG_NAME).is_file()
+        if model_args.model is not None and not self.has_configuration:
+            check_folder(model_args.model)
         saved = None if checkpoint is None else self._read_state(checkpoint)
 
         corpus = load_corpus(data_args, train_args.seed)
         self.tokenizer = self._tokenizer(corpus, checkpoint)
-        self.rows = build_rows(corpus, self.tokenizer, data_args, train_args.seed, visible=self.rank == 0)
-        self.accelerator.wait_for_everyone()  # every process has found its tokens in the cache
+        self.rows = build_rows(
+            corpus, self.tokenizer, data_args, train_args.seed, visible=self.rank == 0, checkpoint=checkpoint
+        )
+        # Which all of them know when every one has found its tokens in the cache.
+        if len(set(gather_object([self.rows.digest]))) > 1:
+            raise ValueError(
+                "the corpus or its tokens are not the same in all processes: each machine needs the same files, or for "
+                "the default corpus the same Python"
+            )
         if self.accelerator.is_local_main_process and (removed := prune_token_cache(self.rows, data_args)):
             tqdm.write(removed)
         self.total_steps = self._total_steps()
@@ -183,8 +202,6 @@ class Run:
         if data_args.tokenizer != "bpe":
             return load_tokenizer(data_args.tokenizer)
         if model_args.model is not None:
-            if data_args.vocab_size is not None:
-                raise ValueError("--vocab-size belongs to a new tokenizer, but --model brings its own")
             return load_tokenizer(model_args.model)
         vocab_size = data_args.vocab_size or DEFAULT_VOCAB_SIZE
         self._print(f"training a tokenizer of {vocab_size:,} tokens on {corpus.description}")
@@ -207,20 +224,21 @@ class Run:
             epochs = 1
         if epochs is None:
             return args.max_steps
-        if self.rows.per_epoch is None:
-            raise ValueError("a stream's length is not known: with --streaming give --max-steps or --max-minutes")
         steps = math.ceil(epochs * self.rows.per_epoch / self.rows_per_step)
         return steps if args.max_steps is None else min(steps, args.max_steps)
 
     def _model(self) -> PreTrainedModel:
         model_args, _, args = self.arguments
-        model = create_model(model_args, self.tokenizer) if model_args.model is None else load_model(model_args.model)
-        tokens = max(len(self.tokenizer), largest_id(self.tokenizer) + 1)
-        if tokens > model.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer does not fit the model: it has {tokens} tokens, "
-                f"the model's vocabulary has {model.config.vocab_size}"
-            )
+        if model_args.model is None:
+            model = create_model(model_args, self.tokenizer)
+        elif self.has_configuration:
+            model = AutoModelForCausalLM.from_config(check_folder(str(self.checkpoint), "--resume:"))
+            model.generation_config = GenerationConfig.from_pretrained(self.checkpoint)
+        else:
+            model = load_model(model_args.model)
+        if model.dtype != torch.float64:
+            model.float()  # in 16 bits, as it may have been saved, most of an optimiser's steps would be rounded away
+        check_fit(max(len(self.tokenizer), largest_id(self.tokenizer) + 1), model.config.vocab_size)
         if self.accelerator.device.type == "cpu":  # the next step's tensors have the sizes of this one's
             keep_freed_memory()
         if args.gradient_checkpointing:
@@ -297,12 +315,12 @@ class Run:
             batches.append({name: rows[name].pin_memory() if pin else rows[name] for name in rows})
         return batches
 
-    def _step(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _step(self) -> tuple[float | None, torch.Tensor | None]:
         """One optimiser step.
 
         Returns:
-            The loss, in nats per target token over the whole step's rows (this process's part of it, 0-dim; None where
-            the step has been skipped), and the norm of the gradient before clipping (None where DeepSpeed keeps it).
+            The loss, in nats per target token over the whole step's rows, the same in all processes (None where the
+            step has been skipped), and the norm of the gradient before clipping (None where DeepSpeed keeps it).
 
         Raises:
             FloatingPointError: the loss or the gradient is not finite, and that is not to be skipped.
@@ -347,7 +365,7 @@ class Run:
         self.state.rows += self.rows_per_step
         self.rows.release(self.state.rows)
         self._measure_health(batches[0])
-        return (total if verdict.action == "update" else None), norm
+        return (verdict.loss if verdict.action == "update" else None), norm
 
     def _note_bad_batch(
         self, verdict: Verdict, loss: torch.Tensor, norm: torch.Tensor | None, batches: list[dict]
@@ -381,16 +399,29 @@ class Run:
 
     # ---- validation
 
-    def evaluate(self, rows: np.ndarray, description: str | None = None) -> float:
-        """The loss over some validation rows, in nats per target token. Context does not reach beyond the row."""
+    def evaluate(
+        self, rows: np.ndarray, description: str | None = None, interrupted: Callable[[], int] | None = None
+    ) -> float:
+        """The loss over some validation rows, in nats per target token. Context does not reach beyond the row.
+
+        Args:
+            description: of the progress bar; none without.
+            interrupted: gives the number of a signal that has come, or 0; None where that waits for the step's end.
+
+        Raises:
+            Interrupted: one has come, to any process.
+        """
         mine = rows[self.rank :: self.processes]
-        total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
-        one = torch.ones((), device=self.accelerator.device)
+        device = self.accelerator.device
+        total = torch.zeros(2, dtype=distributed.widest(device), device=device)
+        one = torch.ones((), device=device)
         self.model.eval()
         # Sharded weights are gathered in every call, so that all processes must make as many.
         starts = range(0, math.ceil(len(rows) / self.processes), self.batch_size)
         with torch.no_grad():
             for start in tqdm(starts, description, delay=2, leave=False, disable=description is None or self.rank != 0):
+                if interrupted is not None and (number := self._agree(0.0, interrupted())[1]):
+                    raise Interrupted(number)
                 chosen = mine[start : start + self.batch_size]
                 counts = len(chosen) > 0  # else this process has had its share
                 chosen = chosen if counts else rows[:1]
@@ -402,7 +433,7 @@ class Run:
         nats, targets = self.accelerator.reduce(total, "sum").tolist()
         return nats / targets
 
-    def _validate(self, *, everything: bool = False) -> dict | None:
+    def _validate(self, *, everything: bool = False, interrupted: Callable[[], int] | None = None) -> dict | None:
         if self.validation is None:
             return None
         count = len(self.validation.rows["labels"])
@@ -410,7 +441,7 @@ class Run:
             rows = np.arange(count)
         else:
             rows = np.linspace(0, count - 1, min(count, self.args.eval_rows)).round().astype(np.int64)
-        loss = self.evaluate(rows, "validating" if everything else None)
+        loss = self.evaluate(rows, "validating" if everything else None, interrupted)
         bytes_per_token = self.validation.text_bytes / self.validation.targets
         result = {
             "validation_loss": loss,
@@ -424,7 +455,7 @@ class Run:
         if self.accelerator.is_main_process:
             self.folder.log({"step": self.state.step} | values)
         if self.args.log_with:
-            self.accelerator.log(values, self.state.step)
+            send(self.accelerator, values, self.state.step)
 
     # ---- saving
 
@@ -432,9 +463,10 @@ class Run:
         """What `state.json` holds, once the checkpoint is known to belong to this run."""
         with checkpoints.reading(checkpoint):
             saved = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-            then = yaml.safe_load((checkpoint / ARGUMENTS).read_text(encoding="utf-8"))
-        if saved["format"] != CHECKPOINT_FORMAT:
-            raise ValueError(f"--resume: {checkpoint} has format {saved['format']}, expected {CHECKPOINT_FORMAT}")
+            then = dict(yaml.safe_load((checkpoint / ARGUMENTS).read_text(encoding="utf-8")))
+            saved_format = dict(saved).get("format")
+        if saved_format != CHECKPOINT_FORMAT:
+            raise ValueError(f"--resume: {checkpoint} has format {saved_format}, expected {CHECKPOINT_FORMAT}")
         now = yaml.safe_load(to_yaml(*self.arguments))
         differing = [name for name in {**then, **now} if name not in FREE and then.get(name) != now.get(name)]
         if differing:
@@ -464,6 +496,10 @@ class Run:
             self.accelerator.save_state(str(temporary), safe_serialization=False)
             if main:
                 self.tokenizer.save_pretrained(temporary / "tokenizer")
+                model = self.accelerator.unwrap_model(self.model)
+                for configuration in (model.config, model.generation_config):
+                    configuration.save_pretrained(temporary)
+                save_places(self.rows, temporary)
                 (temporary / ARGUMENTS).write_text(to_yaml(*self.arguments), encoding="utf-8")
                 saved = {
                     "format": CHECKPOINT_FORMAT,
@@ -514,8 +550,14 @@ class Run:
         if self.state.step == 0:
             self._validate()  # also compiles kernels before the clock starts
         with interrupts() as interrupted:
-            stopped = self._loop(interrupted)
+            stopped, final = self._loop(interrupted), None
             self.save_model()
+            if not stopped:
+                try:
+                    final = self._validate(everything=True, interrupted=interrupted)
+                except Interrupted as error:
+                    stopped = error.number
+                    self.save_checkpoint()
         result = {"output_dir": str(self.folder.path), "step": self.state.step, "interrupted": stopped}
         logged = [line["loss"] for line in self.folder.metrics() if "loss" in line]
         result["train_loss"] = logged[-1] if logged else None
@@ -526,15 +568,13 @@ class Run:
             )
         else:
             self._print(f"the model is saved in {self.folder.path}")
-        return result | self._report(final=not stopped)
+        return result | self._report(final)
 
     def _loop(self, interrupted: Callable[[], int]) -> int:
         """Train until a budget is used up; the number of the signal that ended it before that, else 0."""
         args, state = self.args, self.state
         self.seconds_before, self.started = state.seconds, time.perf_counter()
         stop = 0
-        # A resumed run goes on with the sum over all processes, in one of them.
-        loss_sum = torch.tensor(state.loss_sum if self.rank == 0 else 0.0, device=self.accelerator.device)
         self.input_seconds = 0.0
         rate_step, rate_seconds = state.step, 0.0  # since the latest line of metrics, in steps alone
         self.rows.release(state.rows)
@@ -545,22 +585,24 @@ class Run:
                 before = time.perf_counter()
                 loss, norm = self._step()
                 if loss is not None:
-                    loss_sum += loss
+                    state.loss_sum += loss
                     state.loss_steps += 1
                 rate_seconds += time.perf_counter() - before
                 state.seconds, stop = self._agree(self._seconds(), interrupted())
                 finished = self._progress(state.step, state.seconds) >= 1
                 if state.step % args.log_steps == 0 or finished:
-                    value = self.accelerator.reduce(loss_sum, "sum").item() / max(state.loss_steps, 1)
+                    value = state.loss_sum / max(state.loss_steps, 1)
                     tokens = self.rows_per_step * self.arguments[1].sequence_length
                     rate = (state.step - rate_step) * tokens / rate_seconds
                     waiting = self.input_seconds / rate_seconds
+                    known = loss is not None and norm is not None
                     self._log(
                         {
                             "tokens": state.step * tokens,
                             **({"loss": value} if state.loss_steps else {}),
                             "lr": self.optimizer.param_groups[0]["lr"],
-                            **({} if loss is None or norm is None else {"grad_norm": float(norm)}),
+                            # Under fp16 it can be infinite, which JSON lacks: the loss scaler skips such a step.
+                            **({"grad_norm": float(norm)} if known and math.isfinite(norm) else {}),
                             **({"skipped_steps": state.skipped} if state.skipped else {}),
                             "tokens_per_second": round(rate, 1),
                             "model_flops_per_second": round(rate * self.flops_per_token),
@@ -574,13 +616,12 @@ class Run:
                         f"step {state.step}, loss {value:.3f}, {rate:,.0f} tokens/s, {waiting:.1%} waiting for input"
                     )
                     bar.set_postfix_str(shown, refresh=False)
-                    loss_sum.zero_()
-                    state.loss_steps, rate_step, rate_seconds, self.input_seconds = 0, state.step, 0.0, 0.0
+                    state.loss_sum, state.loss_steps = 0.0, 0
+                    rate_step, rate_seconds, self.input_seconds = state.step, 0.0, 0.0
                 bar.update(min(self._bar_position(), bar.total) - bar.n)
                 if args.eval_steps and state.step % args.eval_steps == 0 and not finished:
                     self._show(self._validate())
                 if stop or (args.save_steps and state.step % args.save_steps == 0 and not finished):
-                    state.loss_sum = self.accelerator.reduce(loss_sum, "sum").item()
                     self.save_checkpoint()
         return stop
 
@@ -617,9 +658,12 @@ class Run:
                 f"about {result['validation_bits_per_byte']:.3f} bits per byte"
             )
 
-    def _report(self, *, final: bool) -> dict:
-        """Validate on everything, draw the loss curve, print the table."""
-        result = self._validate(everything=True) if final else None
+    def _report(self, result: dict | None) -> dict:
+        """Draw the loss curve, print the table.
+
+        Args:
+            result: of the validation on everything; None where there is none.
+        """
         references: Baselines | None = None
         if self.validation is not None:
             references = baselines(self.validation, self.rows.target_counts(len(self.validation.target_counts)))

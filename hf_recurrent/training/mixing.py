@@ -13,8 +13,8 @@ BLOCK = 1 << 16  # rows whose sources are drawn at a time
 class MixedRows:
     """Rows of several sources in an endless order. Each row is drawn from a source with a probability of its weight, as
     `datasets.interleave_datasets` draws examples, and is the next one in that source's own order; a source that comes
-    to its end begins anew. The draws are a function of the seed and the position, so the position is all there is to
-    save.
+    to its end begins anew. The draws are a function of the seed and the position, so of them the position is all there
+    is to save.
 
     Args:
         parts: the sources' rows.

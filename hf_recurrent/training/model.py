@@ -151,6 +151,17 @@ def load_model(name: str, what: str = "--model", model_class: type = AutoModelFo
     return model
 
 
+def check_fit(tokens: int, vocab_size: int) -> None:
+    """
+    Raises:
+        ValueError: the tokenizer has more tokens than the model.
+    """
+    if tokens > vocab_size:
+        raise ValueError(
+            f"the tokenizer does not fit the model: it has {tokens} tokens, the model's vocabulary has {vocab_size}"
+        )
+
+
 def checkpoint_activations(model: PreTrainedModel) -> dict[str, bool]:
     """Let the blocks run again in the backward pass, where only their inputs have been kept. What tensors on the CPU
     free goes back to the system from now on; it would lie between those that are kept.

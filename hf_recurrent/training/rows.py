@@ -7,16 +7,21 @@ the model drops its state, and the label is -100: nothing is predicted across a 
 
 import collections
 import copy
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling.model import IGNORED
 from .documents import Documents
 from .tokens import TokenStream, concatenate, encode, largest_id
+
+PIECE = 1 << 20  # tokens counted at a time
 
 
 def pack(stream: TokenStream, rows: np.ndarray, sequence_length: int) -> dict[str, np.ndarray]:
@@ -72,8 +77,13 @@ def pad(stream: TokenStream, documents: np.ndarray, sequence_length: int) -> dic
 
 def count_targets(stream: TokenStream, vocab_size: int) -> np.ndarray:
     """How often each token is a target, (V,) int64: every token of the stream but the documents' first ones is."""
-    counts = np.bincount(stream.tokens, minlength=vocab_size)
-    return counts - np.bincount(stream.tokens[stream.starts], minlength=vocab_size)
+    counts = np.zeros(vocab_size, np.int64)
+    # In pieces: bincount makes int64 of all that it is given, and the tokens may be more than memory holds.
+    for start in range(0, len(stream.tokens), PIECE):
+        counts += np.bincount(stream.tokens[start : start + PIECE], minlength=vocab_size)
+    for start in range(0, len(stream.starts), PIECE):
+        counts -= np.bincount(stream.tokens[stream.starts[start : start + PIECE]], minlength=vocab_size)
+    return counts
 
 
 def _too_short(tokens: int, sequence_length: int) -> ValueError:
@@ -148,13 +158,44 @@ class ShuffledRows:
         return count_targets(self.stream, vocab_size)
 
 
+@dataclasses.dataclass
+class Place:
+    """Where a stream can be gone on from: between two of the parts that are tokenised at a time.
+
+    Args:
+        row: the next row's number, through all epochs.
+        epoch, documents, rows: the epoch, and how many documents and rows of it lie before.
+        tokens, starts: the tokens that no row has been filled with, as in a `TokenStream`; none at an epoch's start.
+        counts: (V,) how often each token has been a target in the rows before.
+    """
+
+    row: int = 0
+    epoch: int = 0
+    documents: int = 0
+    rows: int = 0
+    tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.uint16))
+    starts: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    counts: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+
+    def save(self, path: Path) -> None:
+        np.savez(path, **dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> "Place":
+        with np.load(path, allow_pickle=False) as file:
+            return cls(**{name: array if array.ndim else array.item() for name, array in file.items()})
+
+
 class StreamedRows:
     """Rows of documents that are read and tokenised on the way, epoch after epoch, without end.
 
-    Rows come in the order of the stream. Going on from a later place reads what lies before it again.
+    Rows come in the order of the stream. Going on from a later row tokenises again what lies before it, from the
+    beginning or from a `place` on; the epoch's documents before that are read, and no more.
 
     Args:
         packing, name: as for `ShuffledRows`.
+        start: the place from which to go on.
+        visible: whether to show how far the documents before it have been read.
 
     Raises:
         ValueError: an epoch is shorter than one row.
@@ -170,32 +211,59 @@ class StreamedRows:
         sequence_length: int,
         packing: bool = True,
         name: str = "",
+        start: Place | None = None,
+        visible: bool = False,
     ):
+        start = start or Place(counts=np.zeros(largest_id(tokenizer) + 1, np.int64))
         self.documents = documents
         # A fast one is not to be used by two threads, of which this may be one.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.sequence_length = sequence_length
         self.packing = packing
         self.name = name
-        rows = self._read()
+        self.visible = visible
+        self._position = self._used = start.row
+        self._unused: collections.deque = collections.deque()  # labels of rows that have been read, and not trained on
+        self._counts = start.counts.copy()
+        self._places: collections.deque[Place] = collections.deque()  # the first one no later than the rows trained on
+        self._lock = threading.Lock()  # rows may be taken in one thread and released in another
+        rows = self._read(start)
         # The first one now: a corpus that is too short is said at once.
         self._rows = itertools.chain([next(rows)], rows)
-        self._position = self._used = 0
-        self._unused: collections.deque = collections.deque()  # labels of rows that have been read, and not trained on
-        self._counts = np.zeros(largest_id(tokenizer) + 1, np.int64)
-        self._lock = threading.Lock()  # rows may be taken in one thread and released in another
 
-    def _read(self) -> Iterator[dict[str, np.ndarray]]:
+    def _read(self, start: Place) -> Iterator[dict[str, np.ndarray]]:
         """Each row, (1, L) arrays, epoch after epoch."""
-        for epoch in itertools.count():
-            texts = (text for _, text in self.documents.epoch(epoch))
-            yield from (self._packed if self.packing else self._padded)(encode(self.tokenizer, texts))
+        layout = self._packed if self.packing else self._padded
+        while True:
+            texts = (text for _, text in self.documents.epoch(start.epoch))
+            before = itertools.islice(texts, start.documents)
+            bar = {"unit": " documents", "delay": 2, "leave": False, "disable": not self.visible}
+            for _ in tqdm(before, "reading up to the checkpoint", start.documents, **bar):
+                pass
+            yield from layout(encode(self.tokenizer, texts), start)
+            start = Place(epoch=start.epoch + 1)
 
-    def _packed(self, parts: Iterable[TokenStream]) -> Iterator[dict[str, np.ndarray]]:
+    def _note(self, epoch: int, documents: int, rows: int, rest: TokenStream | None = None) -> None:
+        """That the next part can be gone on from."""
+        with self._lock:
+            counts = self._counts + self._counted(np.array(self._unused, np.int64))
+            place = Place(self._position, epoch, documents, rows, counts=counts)
+            if rest is not None:
+                place.tokens, place.starts = rest.tokens, rest.starts
+            self._places.append(place)
+
+    def place(self) -> Place:
+        """The latest place to go on from before the rows that have not been trained on."""
+        with self._lock:
+            return self._places[0]
+
+    def _packed(self, parts: Iterable[TokenStream], start: Place) -> Iterator[dict[str, np.ndarray]]:
         """The last tokens of an epoch that fill no row are left out."""
-        rest = None
-        rows_seen = 0
+        rest = TokenStream(start.tokens, start.starts) if len(start.tokens) else None
+        rows_seen, documents = start.rows, start.documents
         for part in parts:
+            self._note(start.epoch, documents, rows_seen, rest)
+            documents += len(part.starts)
             stream = part if rest is None else concatenate([rest, part])
             rows = count_rows(stream, self.sequence_length)
             for row in range(rows):
@@ -208,13 +276,14 @@ class StreamedRows:
         if rows_seen == 0:
             raise _too_short(0 if rest is None else len(rest.tokens), self.sequence_length)
 
-    def _padded(self, parts: Iterable[TokenStream]) -> Iterator[dict[str, np.ndarray]]:
-        empty = True
+    def _padded(self, parts: Iterable[TokenStream], start: Place) -> Iterator[dict[str, np.ndarray]]:
+        documents = start.documents
         for part in parts:
+            self._note(start.epoch, documents, documents)
             for document in range(len(part.starts)):
                 yield pad(part, np.array([document]), self.sequence_length)
-                empty = False
-        if empty:
+            documents += len(part.starts)
+        if documents == 0:
             raise _too_short(0, self.sequence_length)
 
     def take(self, first: int, count: int) -> dict[str, np.ndarray]:
@@ -230,14 +299,20 @@ class StreamedRows:
         row = next(self._rows)
         with self._lock:
             if self._position < self._used:
-                self._count(row["labels"])
+                self._counts += self._counted(row["labels"])
+                self._forget_places(self._position + 1)
             else:
                 self._unused.append(row["labels"])
             self._position += 1
         return row
 
-    def _count(self, labels: np.ndarray) -> None:
-        self._counts += np.bincount(labels[labels != IGNORED], minlength=len(self._counts))
+    def _counted(self, labels: np.ndarray) -> np.ndarray:
+        return np.bincount(labels[labels != IGNORED], minlength=len(self._counts))
+
+    def _forget_places(self, row: int) -> None:
+        """Those before the last one that is no later than the row."""
+        while len(self._places) > 1 and self._places[1].row <= row:
+            self._places.popleft()
 
     def identify(self, first: int, count: int) -> list[dict]:
         """The source, and the row's number in it, counted through all epochs."""
@@ -247,8 +322,9 @@ class StreamedRows:
         """Rows before the number `used` have been trained on."""
         with self._lock:
             for _ in range(min(used - self._used, len(self._unused))):
-                self._count(self._unused.popleft())
+                self._counts += self._counted(self._unused.popleft())
             self._used = used
+            self._forget_places(min(used, self._position))
 
     def target_counts(self, vocab_size: int) -> np.ndarray:
         """Counts over the rows that have been trained on."""

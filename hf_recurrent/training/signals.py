@@ -22,7 +22,9 @@ def interrupts() -> Iterator[Callable[[], int]]:
                 raise KeyboardInterrupt
             return  # `accelerate launch` sends SIGTERM too, to the processes that Ctrl-C has reached
         seen = number
-        tqdm.write("stopping after this step (Ctrl-C again: at once, without saving)", file=sys.stderr)
+        # It may have come in the middle of another write, or the terminal may be gone.
+        with contextlib.suppress(RuntimeError, OSError):
+            tqdm.write("stopping after this step (Ctrl-C again: at once, without saving)", file=sys.stderr)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield lambda: 0

@@ -189,9 +189,9 @@ def dataset_documents(
     try:
         dataset = load_dataset(name, config, split=split, streaming=streaming)
     except Exception as error:  # datasets raises a dozen kinds, network errors among them
-        raise ValueError(
-            f"--dataset {where}: split {split!r} cannot be loaded: {access.reason(error, name)}"
-        ) from error
+        reason = _damage(error, name, config, split, text_column)
+        reason = reason or f"split {split!r} cannot be loaded: {access.reason(error, name)}"
+        raise ValueError(f"--dataset {where}: {reason}") from error
     if max_documents is not None:
         dataset = dataset.take(max_documents if streaming else min(max_documents, len(dataset)))
 
@@ -205,7 +205,9 @@ def dataset_documents(
         except _NoText:
             raise
         except Exception as error:
-            raise ValueError(f"--dataset {where}: cannot be read: {access.reason(error, name)}") from error
+            reason = _damage(error, name, config, split, text_column)
+            reason = reason or f"cannot be read: {access.reason(error, name)}"
+            raise ValueError(f"--dataset {where}: {reason}") from error
 
     return Documents(read)
 
@@ -227,6 +229,23 @@ def check_shards(name: str, config: str | None, split: str) -> None:
                 raise ValueError(f"--dataset {name}: {file}: cannot be read as parquet: {first_line(error)}") from error
             if rows == 0:
                 raise ValueError(f"--dataset {name}: {file}: there is no text in it")
+
+
+def _damage(error: Exception, name: str, config: str | None, split: str, text_column: str) -> str | None:
+    """Which file of a dataset in a folder is damaged, which `datasets` does not say; None where none is found."""
+    if getattr(error.__cause__ or error, "errno", None) is not None:
+        return None  # the system's fault: a full disk, no permission
+    for file in _local_files(name, config, split):
+        if not LOADERS.keys() & set(Path(file).suffixes):
+            continue
+        try:
+            for _ in _texts(file, text_column):
+                pass
+        except UnreadableFile as damage:
+            return str(damage)
+        except _NoText:
+            pass
+    return None
 
 
 def _local_files(name: str, config: str | None, split: str) -> list[str]:

@@ -36,6 +36,15 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """Raises what `train_bpe` does."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"--vocab-size {vocab_size} is smaller than the byte alphabet: "
+            f"at least {MIN_VOCAB_SIZE} are needed (256 bytes and {END_OF_TEXT})"
+        )
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE. Any text is encoded without loss and there is no unknown token.
 
@@ -44,11 +53,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) -> Pre
     Raises:
         ValueError: `vocab_size` is smaller than the byte alphabet and the end-of-text token together.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(
-            f"--vocab-size {vocab_size} is smaller than the byte alphabet: "
-            f"at least {MIN_VOCAB_SIZE} are needed (256 bytes and {END_OF_TEXT})"
-        )
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,5 +1,6 @@
 """Metrics sent to the trackers that Accelerate knows: TensorBoard, Weights & Biases, Trackio and others."""
 
+import warnings
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -10,16 +11,25 @@ from ..messages import first_line, nearest
 PACKAGES = {"comet_ml": "comet-ml"}  # where a tracker's package is not called as the tracker is
 
 
+def check_names(names: list[str]) -> None:
+    """
+    Raises:
+        ValueError: no such tracker.
+    """
+    for name in names:
+        if name != "all" and name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(f"--log-with {name}: no such tracker{nearest(name, sorted(LOGGER_TYPE_TO_CLASS))}")
+
+
 def check_trackers(names: list[str]) -> list[str]:
     """The trackers to use; for "all" those that are installed.
 
     Raises:
         ValueError: no such tracker, or its package is not installed.
     """
+    check_names(names)
     installed = [str(name) for name in get_available_trackers()]
     for name in names:
-        if name != "all" and name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(f"--log-with {name}: no such tracker{nearest(name, sorted(LOGGER_TYPE_TO_CLASS))}")
         if name != "all" and name not in installed:
             raise ValueError(f"--log-with {name}: it is not installed: pip install {PACKAGES.get(name, name)}")
     if "all" not in names:
@@ -54,6 +64,23 @@ def start_trackers(accelerator: Accelerator, folder: Path, settings: dict, step:
         raise ValueError(f"--log-with: {names} cannot be started: {first_line(error)}") from error
 
 
+def send(accelerator: Accelerator, values: dict, step: int) -> None:
+    """Send metrics to every tracker. One that fails is left out from then on, with a warning: metrics.jsonl has them
+    all, and a training does not end because a server far away does not answer."""
+    for tracker in list(getattr(accelerator, "trackers", [])):
+        try:
+            tracker.log(values, step=step)
+        except Exception as error:  # each tracker has its own kinds
+            accelerator.trackers.remove(tracker)
+            warnings.warn(
+                f"--log-with {tracker.name}: gets nothing after step {step}: {first_line(error)}", stacklevel=2
+            )
+
+
 def finish_trackers(accelerator: Accelerator) -> None:
+    """Warns of one that cannot be finished, which is no reason to call a training failed."""
     for tracker in getattr(accelerator, "trackers", []):
-        tracker.finish()
+        try:
+            tracker.finish()
+        except Exception as error:  # each tracker has its own kinds
+            warnings.warn(f"--log-with {tracker.name}: cannot be finished: {first_line(error)}", stacklevel=2)

@@ -63,6 +63,8 @@ def test_an_empty_file(config):
         ("tokenizer: {a: 1}", "tokenizer: got .*, expected text"),
         ("data_files: a.txt", "data_files: got 'a.txt', expected a list"),
         ("streaming: perhaps", "--streaming: Truthy value expected"),
+        ("language: [en, no]", r"language: got \['en', False\], expected text: YAML reads no, yes, off and on as"),
+        ("output_dir: on", "output_dir: got True, expected text"),
         ("mixed_precision: fp8", "--mixed-precision: invalid choice: 'fp8'"),
         ("- a\n- b", "expected `key: value` lines, got a list"),
         ("a: [", "not YAML"),
@@ -107,6 +109,14 @@ def test_a_file_with_mistakes(config, text, message):
         (["--dataset", "a", "--data-files", "b"], "--dataset and --data-files cannot both be given"),
         (["--streaming"], "--streaming belongs to --dataset, which is not given"),
         (["--dataset-config", "a"], "--dataset-config belongs to --dataset, which is not given"),
+        (
+            ["--dataset", "a", "--validation-split", "test", "--validation-share", "0"],
+            "--validation-split and --validation-share 0 cannot both be given",
+        ),
+        (
+            ["--sources", "{dataset: a, validation_split: test}", "--validation-files", "b"],
+            "--validation-split and --validation-files cannot both be given",
+        ),
         (["--vocab-size", "300", "--tokenizer", "bytes"], "--vocab-size belongs to --tokenizer bpe, which is bytes"),
         (
             ["--model", "a", "--hidden-size", "3"],
@@ -131,6 +141,14 @@ def test_every_number_has_bounds(number):
             ValueError, match=f"^{flag(number.name)} must be .*, got {kind(value)}$".replace("+", r"\+")
         ):
             parse([f"{flag(number.name)}={value}"])
+
+
+def test_files_to_validate_on_have_a_column_of_their_own_beside_several_sources():
+    argv = ["--sources", "{data_files: [a.jsonl], text_column: code}", "--text-column", "content"]
+    data = parse([*argv, "--validation-files", "b.jsonl"])[1]
+    assert data.text_column == "content" and data.parts()[0].text_column == "code"
+    with pytest.raises(ValueError, match="--text-column cannot be given beside --sources"):
+        parse(argv)
 
 
 def test_a_missing_file(tmp_path):

@@ -30,6 +30,8 @@ def test_what_is_drawn(runs):
     assert list(found) == ["a/mingru", "b/mingru"]
     np.testing.assert_array_equal(points(found["a/mingru"], "tokens", "validation_loss"), [[0, 5.0], [6400, 3.5]])
     assert points(found["b/mingru"], "elapsed", "loss")[0].tolist() == [0.1, 3.98]
+    norms = [{"step": step, "grad_norm": norm} for step, norm in enumerate([2.0, float("inf"), float("nan"), 1.0])]
+    assert points(norms, "step", "grad_norm").tolist() == [[0, 2.0], [3, 1.0]]  # or the running mean would be nan
     assert list(read_runs([runs[0] + "/metrics.jsonl"])) == ["mingru"]
 
 

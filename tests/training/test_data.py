@@ -4,6 +4,7 @@ import io
 import json
 import lzma
 import sysconfig
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,10 @@ from hf_recurrent.modeling.model import IGNORED
 from hf_recurrent.training.arguments import DataArguments
 from hf_recurrent.training.documents import Documents, in_validation, split
 from hf_recurrent.training.mixing import BLOCK, MixedRows
-from hf_recurrent.training.rows import ShuffledRows, StreamedRows, count_rows, count_targets, pack, pad
+from hf_recurrent.training.rows import Place, ShuffledRows, StreamedRows, count_rows, count_targets, pack, pad
 from hf_recurrent.training.sources import dataset_documents, expand, file_documents, load_corpus, stdlib_documents
 from hf_recurrent.training.tokenizer import byte_tokenizer
-from hf_recurrent.training.tokens import TokenStream, concatenate, encode, pieces
+from hf_recurrent.training.tokens import TokenStream, concatenate, encode, encode_batch, pieces
 from hf_recurrent.training.validation import validation_rows
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -79,6 +80,17 @@ def test_target_counts():
     assert count_targets(stream, 6).tolist() == [2, 0, 0, 0, 0, 3]
 
 
+def test_counting_takes_no_more_memory_than_a_piece():
+    stream = TokenStream(np.arange(1 << 22, dtype=np.uint16), np.arange(0, 1 << 22, 7))
+    tracemalloc.start()
+    counts = count_targets(stream, 1 << 16)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 12 * 2**20
+    firsts = np.bincount(stream.starts % (1 << 16), minlength=1 << 16)
+    np.testing.assert_array_equal(counts, (1 << 22) // (1 << 16) - firsts)
+
+
 def test_shuffled_rows_are_permutations_of_seed_and_epoch():
     stream = TokenStream(np.arange(41, dtype=np.uint16), np.array([0]))
     rows = ShuffledRows(stream, 5, seed=3)
@@ -133,6 +145,45 @@ def test_streamed_rows_are_those_of_the_whole_stream(texts, length):
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [True, False])
+# Rows are read ahead of those trained on; or those at the end of a step are another process's, and are not read.
+@pytest.mark.parametrize(("read", "trained"), [(3, 0), (1, 3)])
+def test_a_stream_goes_on_from_a_place_near_the_rows_trained_on(packing, read, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_recurrent.training.tokens.BATCH", 30)  # two documents or three at a time
+    texts = [chr(97 + n % 26) * (5 + n % 17) for n in range(24)]
+
+    def stream(**more):
+        def in_order(epoch):  # each epoch in an order of its own
+            for n in np.random.default_rng(epoch).permutation(len(texts)):
+                yield texts[n], texts[n]
+
+        return StreamedRows(Documents(in_order), byte_tokenizer(), 8, packing, **more)
+
+    def tokenised(tokenizer, batch, dtype):
+        documents.extend("".join(pieces) for pieces in batch)
+        return encode_batch(tokenizer, batch, dtype)
+
+    whole, count, documents = stream(), 100, []
+    expected = whole.take(0, count)
+    whole.release(count)
+    first = stream()
+    monkeypatch.setattr("hf_recurrent.training.tokens.encode_batch", tokenised)
+    for place in range(0, 90, 3):
+        used = place + trained
+        first.take(place, read)
+        first.release(used)
+        first.place().save(tmp_path / "place.npz")
+        documents.clear()
+        later = stream(start=Place.load(tmp_path / "place.npz"))
+        later.release(used)
+        taken = later.take(used, 4)
+        assert len(documents) < 16  # those of the part that the place lies before, and of few more
+        assert all(np.array_equal(taken[name], expected[name][used : used + 4]) for name in taken)
+        later.take(used + 4, count - used - 4)
+        later.release(count)
+        assert np.array_equal(later.target_counts(257), whole.target_counts(257))
 
 
 def test_documents_begin_and_end_with_the_end_token():
@@ -553,5 +604,5 @@ def test_damaged_shards_of_a_dataset_are_named(tmp_path, streaming):
     damaged = bytearray(whole)
     damaged[4:40] = bytes(36)  # the footer is whole, the first page is not
     shard.write_bytes(damaged)
-    with pytest.raises(ValueError, match=f"--dataset {tmp_path}: .*"):
+    with pytest.raises(ValueError, match=f"--dataset {tmp_path}: {shard}: cannot be read as parquet: "):
         texts_of(load_corpus(args, seed=0).parts[0].train)

@@ -1,27 +1,35 @@
 """Real training, of a model small enough for a second."""
 
+import dataclasses
 import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_recurrent  # noqa: F401  (registers the families)
 from hf_recurrent import cli
 from hf_recurrent.modeling.model import IGNORED
-from hf_recurrent.training import TrainArguments, arguments
+from hf_recurrent.training import TrainArguments, arguments, distributed
+from hf_recurrent.training.health import health
 from hf_recurrent.training.loop import Run
+from hf_recurrent.training.loss_policy import LossPolicy
 from hf_recurrent.training.model import families
 from hf_recurrent.training.optimizer import create_optimizer, learning_rate_ratio
+from hf_recurrent.training.signals import interrupts
 from hf_recurrent.training.tokenizer import train_bpe
 
 TINY = "--hidden-size 16 --num-hidden-layers 2 --sequence-length 32 --batch-size 4 --log-steps 1 --eval-rows 4".split()
@@ -182,6 +190,38 @@ def test_ways_to_compute_the_same(train, flags, tolerance):
     assert all(weight.dtype == torch.float32 for weight in weights(other).values())
 
 
+class NoFloat64(TorchDispatchMode):
+    """As on Apple's GPUs."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        assert getattr(result, "dtype", None) != torch.float64, operator
+        return result
+
+
+def test_a_device_without_float64(text, tmp_path, monkeypatch):
+    argv = ["--data-files", text, "--tokenizer", "bytes", "--output-dir", tmp_path / "run", "--max-steps", 1, "--cpu"]
+    run = Run(*arguments.parse([*TINY, *map(str, argv)]))
+    batch = run._batch({name: values[:2] for name, values in run.validation.rows.items()})
+    exact = run.evaluate(np.arange(4)), health(run.model, batch, lambda values: values)
+    assert distributed.widest(torch.device("mps")) == torch.float32
+    monkeypatch.setattr(distributed, "widest", lambda device: torch.float32)
+    with NoFloat64():
+        found = run.evaluate(np.arange(4)), health(run.model, batch, lambda values: values)
+    assert found[0] == pytest.approx(exact[0]) and found[1] == pytest.approx(exact[1], rel=1e-4)
+
+
+def test_the_launchers_precision_is_the_runs(train, monkeypatch, capsys):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch --mixed_precision bf16` does
+    folder = train("--max-steps", 2, "--save-steps", 1)
+    assert "\nmixed_precision: bf16\n" in (folder / "train.yaml").read_text()
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    train("--max-steps", 2, "--save-steps", 1, "--resume", status=2)
+    assert "was written with --mixed-precision bf16, now it is None" in capsys.readouterr().err
+
+
 def test_tied_embeddings_and_other_overrides(train):
     overrides = "tie_word_embeddings=true,candidate=vanilla,norm_eps=1e-5"
     folder = train("--max-steps", 4, "--config-overrides", overrides, "--save-steps", 2)
@@ -220,6 +260,23 @@ def test_continuing_from_a_model(train):
     assert cli.main(["train", *tiny, *flags]) == 0
     assert metrics(folder, "validation_loss")[0] < metrics(first, "validation_loss")[0] - 0.5
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_model_in_bfloat16_is_trained_in_float32_and_need_not_be_there_at_a_resume(train):
+    first = train("--max-steps", 1)
+    folder = first.parent / "second"
+    model = AutoModelForCausalLM.from_pretrained(first, dtype=torch.bfloat16)
+    model.generation_config.max_length = 77
+    model.save_pretrained(first)
+    flags = ["--model", first, "--data-files", first.parent / "text.txt", "--output-dir", folder]
+    argv = ["train", *TINY[4:], *map(str, flags), "--max-steps", "3", "--save-steps", "2"]
+    assert cli.main(argv) == 0
+    before = weights(folder)
+    assert {weight.dtype for weight in before.values()} == {torch.float32}
+    shutil.rmtree(first)
+    assert cli.main([*argv, "--resume"]) == 0
+    assert same(weights(folder), before)
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.max_length == 77
 
 
 def test_a_streamed_dataset(train, tmp_path):
@@ -356,6 +413,21 @@ def test_resuming_equals_not_stopping(train, monkeypatch):
     assert same(weights(stopped), weights(whole))
 
 
+def test_average_losses_are_added_up_alike_in_every_process(train, monkeypatch):
+    """From each step's own loss, which all processes know: parts of their own, added up, would be rounded otherwise
+    after a resume."""
+    judge = LossPolicy.judge
+
+    def judged(policy, loss, norm):
+        return dataclasses.replace(judge(policy, loss, norm), loss=float(policy.state.step))
+
+    monkeypatch.setattr(LossPolicy, "judge", judged)
+    run = train("--max-steps", 7, "--save-steps", 5, "--log-steps", 3)
+    assert metrics(run, "loss") == [1, 4, 6]
+    train("--max-steps", 7, "--save-steps", 5, "--log-steps", 3, "--resume")
+    assert metrics(run, "loss") == [1, 4, 6]
+
+
 def test_ctrl_c_saves_and_going_on_equals_not_stopping(train, monkeypatch, capsys):
     whole = train(*RESUMABLE, "--max-steps", 12)
     step = Run._step
@@ -378,6 +450,37 @@ def test_ctrl_c_saves_and_going_on_equals_not_stopping(train, monkeypatch, capsy
     for name in ("step", "loss", "grad_norm", "lr", "validation_loss"):
         assert metrics(folder, name) == metrics(whole, name)
     assert same(weights(folder), weights(whole))
+
+
+def test_sigterm_in_the_last_validation(train, monkeypatch):
+    flags = [*RESUMABLE, "--max-steps", 4, "--resume", "auto"]  # without a checkpoint so far
+    whole, evaluate = train(*flags), Run.evaluate
+
+    def interrupted(run, rows, description=None, *more):
+        if description is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(run, rows, description, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "evaluate", interrupted)
+        folder = train(*flags, name="stopped")
+    assert len(metrics(folder, "validation_loss")) == 1
+    train(*flags, name="stopped")
+    for name in ("step", "loss", "grad_norm", "lr", "validation_loss"):
+        assert metrics(folder, name) == metrics(whole, name)
+    assert same(weights(folder), weights(whole))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("reentrant call inside stderr"), OSError("the terminal is gone")])
+def test_a_signal_that_cannot_be_announced_ends_the_run_all_the_same(monkeypatch, error):
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr(tqdm, "write", broken)
+    with interrupts() as interrupted:
+        assert interrupted() == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupted() == signal.SIGTERM
 
 
 def test_ctrl_c_while_the_earlier_run_moves_aside(train, monkeypatch, tmp_path):
@@ -567,6 +670,13 @@ def test_a_run_that_is_not_the_checkpoints(train, text, tmp_path, capsys):
     train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
     assert "step-00000002 cannot be read: " in capsys.readouterr().err
     broken.write_bytes(whole)
+    state = broken.with_name("state.json")
+    written = state.read_text()
+    for content, message in (("3", "step-00000002 cannot be read: "), ("{}", "has format None, expected 3")):
+        state.write_text(content.ljust(len(written)))
+        train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
+        assert message in capsys.readouterr().err
+    state.write_text(written)
     Path(text).write_text(TEXT.upper())
     train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
     assert "the corpus or its tokens have changed since" in capsys.readouterr().err
@@ -587,6 +697,12 @@ def test_a_broken_file_is_one_line(tmp_path):
         _, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert err.startswith("hf-recurrent: error: a.jsonl: cannot be read as json: ") and err.count("\n") == 1
+
+
+def test_a_corpus_that_is_another_in_another_process(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_recurrent.training.loop.gather_object", lambda mine: [*mine, "of another file"])
+    argv = ["--data-files", text, "--tokenizer", "bytes", "--output-dir", tmp_path / "out"]
+    assert "the corpus or its tokens are not the same in all processes" in failure(argv, capsys)
 
 
 def test_a_compiler_that_is_missing(tmp_path, text, monkeypatch):

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from workers import command_line, finish, start_group
 
 from hf_recurrent import cli
-from hf_recurrent.training import arguments
+from hf_recurrent.training import arguments, distributed
 from hf_recurrent.training.loop import Run
-from hf_recurrent.training.loss_policy import FEWEST, spike
+from hf_recurrent.training.loss_policy import FEWEST, LossPolicy, Verdict, spike
 
 TINY = (
     "--hidden-size 16 --num-hidden-layers 2 --sequence-length 32 --batch-size 4 --log-steps 1 --tokenizer bytes".split()
@@ -178,6 +178,15 @@ def test_a_gradient_that_is_not_finite(run):
     broken.train()
     [line] = lines(folder, "bad_batches.jsonl")
     assert line["fault"] == "the gradient is nan" and line["loss"] > 0 and line["grad_norm"] == "nan"
+
+
+def test_an_infinite_norm_that_the_loss_scaler_handles_is_left_out(run, monkeypatch):
+    monkeypatch.setattr(distributed, "clip_gradients", lambda *_: torch.tensor(math.inf))
+    monkeypatch.setattr(LossPolicy, "judge", lambda policy, loss, norm: Verdict(loss.item(), None, "update"))
+    scaled, folder = run("--max-steps", 2)
+    scaled.train()
+    assert not any("grad_norm" in line for line in lines(folder))
+    assert "Infinity" not in (folder / "metrics.jsonl").read_text()
 
 
 def test_spikes_are_only_noted_unless_more_is_asked_for(run):

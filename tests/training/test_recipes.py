@@ -60,6 +60,21 @@ def test_checkpointing_keeps_less_for_more_products(capsys):
     assert plain["steps"] == 10 and plain["tokens_per_step"] == 16 * 64 and plain["seconds"] > 0
 
 
+def test_the_estimate_is_for_the_device_of_the_run(monkeypatch):
+    monkeypatch.setattr("hf_recurrent.training.dryrun.matrix_rate", lambda device: 1e9 if device == "cpu" else 1e12)
+    flags = "--tokenizer bytes --dry-run --hidden-size 8 --sequence-length 16 --max-steps 10".split()
+    seconds = [dry_run(*arguments.parse([*flags, *more]))["seconds"] for more in ([], ["--cpu"])]
+    assert seconds[1] == pytest.approx(1000 * seconds[0])
+
+
+def test_truncated_backpropagation_keeps_a_chunk():
+    flags = "--tokenizer bytes --dry-run --hidden-size 32 --sequence-length 64 --bptt-chunk 16".split()
+    chunk = dry_run(*arguments.parse(flags))
+    carried = dry_run(*arguments.parse([*flags, "--bptt-carry-gradients"]))
+    assert chunk["activation_bytes"] < 0.3 * carried["activation_bytes"]
+    assert chunk["flops_per_step"] == carried["flops_per_step"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -67,11 +82,27 @@ def test_checkpointing_keeps_less_for_more_products(capsys):
         (["--conv-kernel", "1"], "--conv-kernel: expected 0 (no convolution) or at least 2 taps, got 1"),
         (["--tokenizer", "./nowhere"], "--tokenizer ./nowhere: no such folder"),
         (["--total-batch-size", "4", "--gradient-accumulation-steps", "2"], "cannot both be given"),
+        (["--bptt-chunk", "300"], "--bptt-chunk must be at most --sequence-length 256, got 300"),
+        (["--vocab-size", "100"], "--vocab-size 100 is smaller than the byte alphabet"),
+        (["--vocab-size", "300", "--model", "a"], "--vocab-size belongs to a new tokenizer"),
+        (["--dataset", "a/b", "--streaming"], "with --streaming give --max-steps or --max-minutes"),
+        (
+            ["--sources", "{dataset: a/b, streaming: true}", "--num-epochs", "2", "--max-steps", "9"],
+            "with --streaming give --max-steps or --max-minutes instead of --num-epochs",
+        ),
+        (["--log-with", "tensorbord"], "--log-with tensorbord: no such tracker; the nearest valid one is tensorboard"),
+        (["--mixed-precision", "fp16", "--cpu"], "--mixed-precision fp16: Accelerate has it on accelerators only"),
     ],
 )
 def test_what_is_refused(flags, message, capsys):
     assert cli.main(["train", "--dry-run", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_does_not_fit_the_model(tmp_path, capsys):
+    hf_recurrent.MinGRUConfig(vocab_size=11).save_pretrained(tmp_path)
+    assert cli.main(["train", "--dry-run", "--model", str(tmp_path), "--tokenizer", "bytes"]) == 2
+    assert "the tokenizer does not fit the model: it has 257 tokens" in capsys.readouterr().err
 
 
 def test_durations():

@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 from accelerate.tracking import TensorBoardTracker
@@ -38,6 +39,36 @@ def scalars(folder):
                 if value.WhichOneof("value") == "simple_value":
                     found.setdefault(value.tag, {})[event.step] = value.simple_value
     return found
+
+
+def test_a_tracker_that_fails_ends_no_training(flags, monkeypatch, capsys, tmp_path):
+    log = TensorBoardTracker.log
+
+    def failing(tracker, values, step=None, **more):
+        if step == 2:
+            raise ConnectionError("no answer\nand more")
+        log(tracker, values, step=step, **more)
+
+    monkeypatch.setattr(TensorBoardTracker, "log", failing)
+    assert cli.main([*flags, "--max-steps", "4", "--log-with", "tensorboard"]) == 0
+    assert "warning: --log-with tensorboard: gets nothing after step 2: no answer\n" in capsys.readouterr().err
+    assert set(scalars(tmp_path / "run" / "trackers")["validation_loss"]) == {0}
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) > 5
+
+
+def test_a_tracker_that_cannot_be_finished_is_a_warning():
+    class Broken(TensorBoardTracker):
+        def __init__(self):
+            self.finished = False
+
+        def finish(self):
+            self.finished = True
+            raise ConnectionError("no network")
+
+    both = [Broken(), Broken()]
+    with pytest.warns(UserWarning, match="--log-with tensorboard: cannot be finished: no network"):
+        trackers.finish_trackers(SimpleNamespace(trackers=both))
+    assert all(tracker.finished for tracker in both)
 
 
 def test_tensorboard_gets_what_the_metrics_have(flags, tmp_path):
