@@ -38,7 +38,7 @@ def host(monkeypatch, folder):
     ids=str,
 )
 def test_compiles_without_spills(kind, architecture):
-    registers = check_report(gateloop_heads_cuda.module_for(*kind), architecture)
+    registers, _ = check_report(gateloop_heads_cuda.module_for(*kind), architecture)
     assert len(registers) == 4
     if kind[0] is not DOUBLE and gateloop_heads_cuda.division(kind[0], *kind[2:]).threads == 128:
         # Blocks of 128 threads to a multiprocessor: four forward, two backward.
