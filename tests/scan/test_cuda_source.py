@@ -1,9 +1,11 @@
 """The CUDA kernels without a GPU: compiled through the run-time path, and their bodies run on the host by a shim."""
 
+import contextlib
 import mmap
 import re
 import shutil
 import sys
+import threading
 from unittest import mock
 
 import numpy as np
@@ -274,6 +276,40 @@ def test_a_first_run_that_fails_is_said(host, monkeypatch, error, reason):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     said = cuda.unavailable_reason.__wrapped__()
     assert reason in said and "\n" not in said
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_thread_has_a_context_before_it_launches(monkeypatch):
+    """Backward's has none before PyTorch's own first kernel on it; PyTorch's guard of device 0 does not give it one."""
+    core = pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
+    calls = []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def set_current(self):
+            calls.append((threading.current_thread().name, f"context of {self.index}"))
+
+    def launch(stream, config, kernel, *arguments):
+        calls.append((threading.current_thread().name, kernel))
+
+    monkeypatch.setattr(core, "Device", Device)
+    monkeypatch.setattr(core, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_kernels, "_kernel", lambda module, entry, device_index: entry)
+
+    def run():
+        for entry in ("first", "second"):
+            cuda_kernels.launch(MODULE, entry, torch.device("cuda", 0), (1, 1), 256, [])
+
+    for name in "ab":
+        thread = threading.Thread(target=run, name=name)
+        thread.start()
+        thread.join()
+    assert calls == [(name, what) for name in "ab" for what in ("context of 0", "first", "second")]
 
 
 # ---- CUDA graphs -----------------------------------------------------------------------------------------------------
