@@ -70,10 +70,14 @@ class Bench:
         if self.left() < 0:
             self.not_measured[what] = "out of time"
             return
-        try:
-            run()
-        except Exception as error:
-            self.not_measured[what] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        for step in (run, self._release):
+            try:
+                step()
+            except Exception as error:
+                self.not_measured.setdefault(what, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+
+    def _release(self) -> None:
+        """Fails where a kernel has spoilt the context, or a graph was left half captured."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -271,7 +275,8 @@ def _measure_longhorn(b: Bench, shape, m: int, dtype: torch.dtype) -> None:
     seconds = forward + seconds_of(calls, b.device)
     moved = 3 * wide + 2 * narrow + 5 * wide + 4 * narrow
     row = b.add("longhorn", "longhorn", seconds, moved, direction="forward + backward", **fields)
-    row["times_floor"] = round(b.copy_speed * seconds / moved, 3)
+    if b.copy_speed:
+        row["times_floor"] = round(b.copy_speed * seconds / moved, 3)
     scan = gpu_peers.selective_scan()
     if scan is None:
         return

@@ -1,5 +1,6 @@
 """The GPU benchmark's own code, on the CPU with tiny sizes."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -63,6 +64,69 @@ def test_a_failing_section_is_recorded(gpu, tmp_path, monkeypatch):
 def test_out_of_time(gpu, tmp_path):
     gpu.main(["--device", "cpu", "--tiny", "--only", "copy", "--minutes", "0", "--output", str(tmp_path)])
     assert json.loads((tmp_path / "no-gpu.json").read_text())["not_measured"]["copy"] == "out of time"
+
+
+def test_a_gpu_that_cannot_be_cleared_is_recorded(gpu, monkeypatch):
+    """As after an illegal access, or a graph whose capture has failed."""
+
+    def refuse():
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def broken():
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
+    b = gpu.Bench(torch.device("cuda", 0), True, 1.0)
+    b.attempt("first", broken)
+    b.attempt("second", lambda: None)
+    assert b.not_measured["first"] == "RuntimeError: out of order"
+    assert b.not_measured["second"].startswith("RuntimeError: captures_underway")
+
+
+def test_nothing_is_compared_with_a_copy_that_was_not_measured(gpu, tmp_path, monkeypatch):
+    import gpu_timing
+
+    monkeypatch.setattr(gpu_timing, "_repeated", lambda run, seconds, fewest: run())
+    assert gpu.main(["--device", "cpu", "--tiny", "--only", "longhorn", "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "no-gpu.json").read_text())["results"]
+    assert rows and not any("times_floor" in row or "of_copy" in row for row in rows)
+
+
+def test_the_way_from_the_host_is_not_a_graphs_time(gpu, monkeypatch):
+    """A replay of 10 us of which the GPU hears 8 us after it was asked for, one after the other."""
+    import gpu_timing
+
+    host = gpu_free = 0.0
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = max(host, gpu_free)
+
+        def synchronize(self):
+            nonlocal host
+            host = max(host, self.at)
+
+        def elapsed_time(self, other):
+            return (other.at - self.at) * 1e3
+
+    class Graph:
+        def replay(self):
+            nonlocal host, gpu_free
+            host += 8e-6
+            gpu_free = max(host, gpu_free) + 10e-6
+
+        def reset(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    seconds = gpu_timing.seconds_of([lambda: None] * 2, torch.device("cuda", 0), seconds=0.0)
+    assert seconds == pytest.approx(5e-6, rel=0.01)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
