@@ -182,9 +182,10 @@ def segments_of(length: int, blocks: int, device: torch.device) -> tuple[int, in
     return -(-length // size), size
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x, or a copy where its elements do not start at multiples of their size (memory that came from elsewhere)."""
-    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % x.element_size() else x
+def aligned(x: Tensor, size: int = 1) -> Tensor:
+    """x, or a copy where it does not start at a multiple of `size` bytes and of its elements' size (memory that came
+    from elsewhere)."""
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % max(size, x.element_size()) else x
 
 
 def pointer(x: Tensor | None) -> int:
