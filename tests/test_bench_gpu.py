@@ -66,6 +66,39 @@ def test_out_of_time(gpu, tmp_path):
     assert json.loads((tmp_path / "no-gpu.json").read_text())["not_measured"]["copy"] == "out of time"
 
 
+def test_all_kernels_of_the_checks_are_compiled_first(gpu, monkeypatch):
+    """Side by side; one that cannot be compiled does not keep the others from it."""
+    import gpu_check
+    from hf_recurrent.scan import BackendUnavailable, cpu, cuda, cuda_kernels, gateloop_heads, longhorn
+
+    monkeypatch.setattr(gpu_check, "SMALL_SHAPES", [(2, 1, 5), (1, 9, 8)])
+    launched, compiled = set(), set()
+
+    def launch(module, *arguments):
+        launched.add(module)
+        raise InterruptedError  # the modules alone are asked for
+
+    def cubin(module, architecture):
+        compiled.add((module, architecture))
+        raise BackendUnavailable("out of order")
+
+    monkeypatch.setattr(cuda_kernels, "launch", launch)
+    monkeypatch.setattr(cuda_kernels, "cubin", cubin)
+    monkeypatch.setattr(cuda_kernels, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for name in ("forward", "run_forward", "backward"):
+        monkeypatch.setattr(cpu, name, getattr(cuda, name))
+    for module in (longhorn, gateloop_heads):
+        monkeypatch.setattr(module, "choose_backend", lambda backend, device: "cuda")
+    for _, check in gpu_check._cases(True):
+        with pytest.raises(InterruptedError):
+            check("cpu", torch.device("cpu"))
+    modules = gpu_check._modules(True)
+    assert launched == modules
+    gpu_check._compile(modules, torch.device("cuda", 0))
+    assert compiled == {(module, "sm_90") for module in modules}
+
+
 def test_a_gpu_that_cannot_be_cleared_is_recorded(gpu, monkeypatch):
     """As after an illegal access, or a graph whose capture has failed."""
 
