@@ -7,8 +7,10 @@ of captured CUDA graphs; every ratio to the copy is to the device-to-device copy
 import argparse
 import gc
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -133,13 +135,16 @@ def measure_sanitizer(b: Bench) -> None:
             script = str(ROOT / "benchmarks/gpu_check.py")
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, script, "--small"]
             limit = min(100.0, max(b.left(), 1))
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=ROOT)
-            except subprocess.TimeoutExpired as error:
-                raise RuntimeError(f"not done in {limit:.0f} s") from error
-            summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line or "cases are right" in line]
-            row = {"section": "sanitizer", "name": tool, "status": done.returncode, "summary": summary}
-            b.results.append(row | ({} if summary else {"output": (done.stdout + done.stderr)[-600:]}))
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
+                try:
+                    output, _ = process.communicate(timeout=limit)
+                except subprocess.TimeoutExpired as error:
+                    os.killpg(process.pid, signal.SIGKILL)  # what it runs too, which would go on using the GPU
+                    raise RuntimeError(f"not done in {limit:.0f} s") from error
+            summary = [line for line in output.splitlines() if "SUMMARY" in line or "cases are right" in line]
+            row = {"section": "sanitizer", "name": tool, "status": process.returncode, "summary": summary}
+            b.results.append(row | ({} if summary else {"output": output[-600:]}))
 
         b.attempt(f"compute-sanitizer {tool}", run)
 

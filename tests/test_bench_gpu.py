@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -114,6 +116,20 @@ def test_a_gpu_that_cannot_be_cleared_is_recorded(gpu, monkeypatch):
     b.attempt("second", lambda: None)
     assert b.not_measured["first"] == "RuntimeError: out of order"
     assert b.not_measured["second"].startswith("RuntimeError: captures_underway")
+
+
+def test_a_sanitizer_out_of_time_leaves_nothing_running(gpu, tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\nsleep 30 & echo $! > child\nwait\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    b = gpu.Bench(torch.device("cuda", 0), True, 0.01)
+    gpu.measure_sanitizer(b)
+    assert b.not_measured["compute-sanitizer memcheck"] == "RuntimeError: not done in 1 s"
+    assert b.not_measured["compute-sanitizer racecheck"] == "out of time"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "child").read_text())).wait(timeout=5)
 
 
 def test_nothing_is_compared_with_a_copy_that_was_not_measured(gpu, tmp_path, monkeypatch):
