@@ -7,8 +7,10 @@ of captured CUDA graphs; every ratio to the copy is to the device-to-device copy
 import argparse
 import gc
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -70,10 +72,14 @@ class Bench:
         if self.left() < 0:
             self.not_measured[what] = "out of time"
             return
-        try:
-            run()
-        except Exception as error:
-            self.not_measured[what] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        for step in (run, self._release):
+            try:
+                step()
+            except Exception as error:
+                self.not_measured.setdefault(what, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+
+    def _release(self) -> None:
+        """Fails where a kernel has spoilt the context, or a graph was left half captured."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -129,13 +135,16 @@ def measure_sanitizer(b: Bench) -> None:
             script = str(ROOT / "benchmarks/gpu_check.py")
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, script, "--small"]
             limit = min(100.0, max(b.left(), 1))
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=ROOT)
-            except subprocess.TimeoutExpired as error:
-                raise RuntimeError(f"not done in {limit:.0f} s") from error
-            summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line or "cases are right" in line]
-            row = {"section": "sanitizer", "name": tool, "status": done.returncode, "summary": summary}
-            b.results.append(row | ({} if summary else {"output": (done.stdout + done.stderr)[-600:]}))
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
+                try:
+                    output, _ = process.communicate(timeout=limit)
+                except subprocess.TimeoutExpired as error:
+                    os.killpg(process.pid, signal.SIGKILL)  # what it runs too, which would go on using the GPU
+                    raise RuntimeError(f"not done in {limit:.0f} s") from error
+            summary = [line for line in output.splitlines() if "SUMMARY" in line or "cases are right" in line]
+            row = {"section": "sanitizer", "name": tool, "status": process.returncode, "summary": summary}
+            b.results.append(row | ({} if summary else {"output": output[-600:]}))
 
         b.attempt(f"compute-sanitizer {tool}", run)
 
@@ -271,7 +280,8 @@ def _measure_longhorn(b: Bench, shape, m: int, dtype: torch.dtype) -> None:
     seconds = forward + seconds_of(calls, b.device)
     moved = 3 * wide + 2 * narrow + 5 * wide + 4 * narrow
     row = b.add("longhorn", "longhorn", seconds, moved, direction="forward + backward", **fields)
-    row["times_floor"] = round(b.copy_speed * seconds / moved, 3)
+    if b.copy_speed:
+        row["times_floor"] = round(b.copy_speed * seconds / moved, 3)
     scan = gpu_peers.selective_scan()
     if scan is None:
         return

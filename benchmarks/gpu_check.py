@@ -5,9 +5,12 @@ python benchmarks/gpu_check.py --small         # few and small shapes, as for co
 """
 
 import argparse
+import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -19,6 +22,7 @@ import test_longhorn_scan
 import test_s5_scan
 from oracle import CELLS, GATELOOP_CELLS, coefficients, compare, linear, mask_and_reset, random
 
+from hf_recurrent.scan import cuda, cuda_kernels, gateloop_heads_cuda, longhorn_cuda
 from hf_recurrent.scan.cells import BY_NAME, S5
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,6 +62,32 @@ def _cases(small: bool) -> list[tuple[str, Callable[..., list]]]:
         cases += [(f"heads {dtype} {shape}", _heads_case(shape, dtype, True)) for dtype in DTYPES]
         cases.append((f"heads, real transitions {shape}", _heads_case(shape, torch.float32, False)))
     return cases
+
+
+def _modules(small: bool) -> set[cuda_kernels.Module]:
+    """What the cases run of the CUDA kernels."""
+    scans = [("linear", torch.complex64), *((cell.name, torch.complex64) for cell in S5.values())]
+    scans += [(name, dtype) for name in ("linear", *CELLS, "gateloop_polar_sigmoid") for dtype in DTYPES]
+    scans += [(name, DTYPES[0]) for name in GATELOOP_CELLS]
+    modules = {cuda.module_for(*scan, width) for scan in scans for width in (1, cuda.WIDTHS[scan[1].itemsize])}
+    for *_, m in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
+        modules |= {longhorn_cuda.module_for(dtype, m) for dtype in DTYPES}
+    for *_, d_k, d_v in SMALL_HEADS_SHAPES if small else HEADS_SHAPES:
+        kinds = [(dtype, torch.complex64) for dtype in DTYPES] + [(DTYPES[0], torch.float32)]
+        modules |= {gateloop_heads_cuda.module_for(*kind, d_k, d_v) for kind in kinds}
+    return modules
+
+
+def _compile(modules: set[cuda_kernels.Module], device: torch.device) -> None:
+    """Side by side, on every core: one after the other they take minutes. What cannot be compiled fails its cases."""
+    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+    def build(module: cuda_kernels.Module) -> None:
+        with contextlib.suppress(cuda_kernels.BackendUnavailable):
+            cuda_kernels.cubin(module, architecture)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build, modules))
 
 
 def _options(batch: int, length: int) -> list[dict]:
@@ -133,6 +163,8 @@ def check_all(device: torch.device, small: bool = False, progress: Callable = it
     Returns:
         {"cases": how many, "failures": [{"case", "error"}]}.
     """
+    if device.type == "cuda":
+        _compile(_modules(small), device)
     failures, cases = [], _cases(small)
     for number, (name, check) in enumerate(progress(cases)):
         try:

@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+# What events enclose of a graph's replays. The GPU waits for the first to come from the host, some microseconds, which
+# would otherwise be a good part of a short graph's time.
+ENCLOSED = 5e-3
+
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -16,7 +20,7 @@ def seconds_of(calls: list[Callable[[], object]], device: torch.device, seconds:
     """The median time of one of `calls`, which work on different tensors, so that none is served from a cache that the
     one before has filled. Rounds over all of them are repeated for about `seconds`, at least `fewest` times.
 
-    On a GPU the round is captured into a graph and replayed, timed by events around each replay.
+    On a GPU the round is captured into a graph and replayed, timed by events around as many replays as take ENCLOSED.
     """
     for call in calls:  # compilation and memory pools
         call()
@@ -26,7 +30,9 @@ def seconds_of(calls: list[Callable[[], object]], device: torch.device, seconds:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = [call() for call in calls]  # alive, so that no two share an output
-    result = _repeated(lambda: _event_seconds(graph.replay), seconds, fewest) / len(calls)
+    one = min(_event_seconds(graph.replay) for _ in range(2))
+    replays = max(1, round(ENCLOSED / one))
+    result = _repeated(lambda: _event_seconds(graph.replay, replays), seconds, fewest) / len(calls)
     del kept
     graph.reset()
     return result
@@ -55,10 +61,12 @@ def _host_seconds(calls) -> float:
     return time.perf_counter() - start
 
 
-def _event_seconds(call) -> float:
+def _event_seconds(call, times: int = 1) -> float:
+    """Of one call, where so many follow each other."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    call()
+    for _ in range(times):
+        call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return start.elapsed_time(end) / 1e3 / times

@@ -1,9 +1,12 @@
 """The GPU benchmark's own code, on the CPU with tiny sizes."""
 
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -63,6 +66,116 @@ def test_a_failing_section_is_recorded(gpu, tmp_path, monkeypatch):
 def test_out_of_time(gpu, tmp_path):
     gpu.main(["--device", "cpu", "--tiny", "--only", "copy", "--minutes", "0", "--output", str(tmp_path)])
     assert json.loads((tmp_path / "no-gpu.json").read_text())["not_measured"]["copy"] == "out of time"
+
+
+def test_all_kernels_of_the_checks_are_compiled_first(gpu, monkeypatch):
+    """Side by side; one that cannot be compiled does not keep the others from it."""
+    import gpu_check
+    from hf_recurrent.scan import BackendUnavailable, cpu, cuda, cuda_kernels, gateloop_heads, longhorn
+
+    monkeypatch.setattr(gpu_check, "SMALL_SHAPES", [(2, 1, 5), (1, 9, 8)])
+    launched, compiled = set(), set()
+
+    def launch(module, *arguments):
+        launched.add(module)
+        raise InterruptedError  # the modules alone are asked for
+
+    def cubin(module, architecture):
+        compiled.add((module, architecture))
+        raise BackendUnavailable("out of order")
+
+    monkeypatch.setattr(cuda_kernels, "launch", launch)
+    monkeypatch.setattr(cuda_kernels, "cubin", cubin)
+    monkeypatch.setattr(cuda_kernels, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for name in ("forward", "run_forward", "backward"):
+        monkeypatch.setattr(cpu, name, getattr(cuda, name))
+    for module in (longhorn, gateloop_heads):
+        monkeypatch.setattr(module, "choose_backend", lambda backend, device: "cuda")
+    for _, check in gpu_check._cases(True):
+        with pytest.raises(InterruptedError):
+            check("cpu", torch.device("cpu"))
+    modules = gpu_check._modules(True)
+    assert launched == modules
+    gpu_check._compile(modules, torch.device("cuda", 0))
+    assert compiled == {(module, "sm_90") for module in modules}
+
+
+def test_a_gpu_that_cannot_be_cleared_is_recorded(gpu, monkeypatch):
+    """As after an illegal access, or a graph whose capture has failed."""
+
+    def refuse():
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def broken():
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
+    b = gpu.Bench(torch.device("cuda", 0), True, 1.0)
+    b.attempt("first", broken)
+    b.attempt("second", lambda: None)
+    assert b.not_measured["first"] == "RuntimeError: out of order"
+    assert b.not_measured["second"].startswith("RuntimeError: captures_underway")
+
+
+def test_a_sanitizer_out_of_time_leaves_nothing_running(gpu, tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\nsleep 30 & echo $! > child\nwait\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    b = gpu.Bench(torch.device("cuda", 0), True, 0.01)
+    gpu.measure_sanitizer(b)
+    assert b.not_measured["compute-sanitizer memcheck"] == "RuntimeError: not done in 1 s"
+    assert b.not_measured["compute-sanitizer racecheck"] == "out of time"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "child").read_text())).wait(timeout=5)
+
+
+def test_nothing_is_compared_with_a_copy_that_was_not_measured(gpu, tmp_path, monkeypatch):
+    import gpu_timing
+
+    monkeypatch.setattr(gpu_timing, "_repeated", lambda run, seconds, fewest: run())
+    assert gpu.main(["--device", "cpu", "--tiny", "--only", "longhorn", "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "no-gpu.json").read_text())["results"]
+    assert rows and not any("times_floor" in row or "of_copy" in row for row in rows)
+
+
+def test_the_way_from_the_host_is_not_a_graphs_time(gpu, monkeypatch):
+    """A replay of 10 us of which the GPU hears 8 us after it was asked for, one after the other."""
+    import gpu_timing
+
+    host = gpu_free = 0.0
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = max(host, gpu_free)
+
+        def synchronize(self):
+            nonlocal host
+            host = max(host, self.at)
+
+        def elapsed_time(self, other):
+            return (other.at - self.at) * 1e3
+
+    class Graph:
+        def replay(self):
+            nonlocal host, gpu_free
+            host += 8e-6
+            gpu_free = max(host, gpu_free) + 10e-6
+
+        def reset(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    seconds = gpu_timing.seconds_of([lambda: None] * 2, torch.device("cuda", 0), seconds=0.0)
+    assert seconds == pytest.approx(5e-6, rel=0.01)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")

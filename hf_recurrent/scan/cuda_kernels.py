@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,9 +105,7 @@ def _versions() -> str:
 def _load(module: Module, device_index: int):
     from cuda.core import Device, ObjectCode
 
-    device = Device(device_index)
-    device.set_current()
-    return ObjectCode.from_cubin(cubin(module, f"sm_{device.arch}"))
+    return ObjectCode.from_cubin(cubin(module, f"sm_{Device(device_index).arch}"))
 
 
 @functools.cache
@@ -135,6 +134,19 @@ def _loading_allowed():
 # ---- calling --------------------------------------------------------------------------------------------------------
 
 
+_thread = threading.local()
+
+
+def _enter_context(device_index: int) -> None:
+    """Gives this thread the device's context, once. PyTorch leaves that to its own first kernel on a thread, which may
+    come after ours (as on the thread that runs backward), and without a context the driver launches nothing."""
+    if not getattr(_thread, "has_context", False):
+        from cuda.core import Device
+
+        Device(device_index).set_current()
+        _thread.has_context = True
+
+
 class _CurrentStream:
     """PyTorch's current stream, by the protocol that cuda-core asks for."""
 
@@ -150,6 +162,7 @@ def launch(
     from cuda.core import launch as launch_kernel
 
     with torch.cuda.device(device):
+        _enter_context(device.index)
         kernel = _kernel(module, entry, device.index)
         launch_kernel(_CurrentStream(), LaunchConfig(grid=grid, block=threads), kernel, *arguments)
 
@@ -169,9 +182,10 @@ def segments_of(length: int, blocks: int, device: torch.device) -> tuple[int, in
     return -(-length // size), size
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x, or a copy where its elements do not start at multiples of their size (memory that came from elsewhere)."""
-    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % x.element_size() else x
+def aligned(x: Tensor, size: int = 1) -> Tensor:
+    """x, or a copy where it does not start at a multiple of `size` bytes and of its elements' size (memory that came
+    from elsewhere)."""
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % max(size, x.element_size()) else x
 
 
 def pointer(x: Tensor | None) -> int:

@@ -7,6 +7,7 @@ from .cuda_kernels import TYPES, Module, Scan, aligned, describe, pointer
 from .reference import STATE_DTYPES
 
 THREADS = 128
+WIDE = 16  # bytes of the states that a thread reads or writes at once
 # What a thread's registers and a block's shared memory hold.
 MAX_STATES = {torch.float32: 128, torch.bfloat16: 128, torch.float16: 128, torch.float64: 64}
 
@@ -33,6 +34,10 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, flags: Tensor | None, rev
     return Scan(module, THREADS, blocks, x.shape, (channels, states), state_dtype, x.device, flags, reverse, inputs)
 
 
+def _readable(state: Tensor | None) -> Tensor | None:
+    return None if state is None else aligned(state.contiguous(), WIDE)
+
+
 def forward(
     x,
     dt,
@@ -44,13 +49,13 @@ def forward(
     final: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o (B, L, D) and the final state (B, D, m). `final` may be given to be written into, and may be the initial
-    state."""
+    state; one that starts at no multiple of WIDE bytes is left as it is."""
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if final is None:
+    if final is None or final.data_ptr() % WIDE:
         final = torch.empty(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[x.dtype], device=x.device)
     if not (o.numel() and final.numel()):
         return o.zero_(), final.zero_() if initial_state is None else final.copy_(initial_state)
-    initial = None if initial_state is None else aligned(initial_state.contiguous())
+    initial = _readable(initial_state)
     x, dt, k, q = (aligned(t) for t in (x, dt, k, q))  # held until the kernels are launched
     scan = _scan(x, dt, k, q, flags, reverse)
     scan.run_forward("longhorn_forward", initial, final, pointer(o), pointer(None))
@@ -65,7 +70,7 @@ def backward(
     if not (x.numel() and k.numel()):
         zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, q)]
         return grad_x.zero_(), grad_dt.zero_(), *zeros, grad_final.clone(memory_format=torch.contiguous_format)
-    initial, grad_final = (None if t is None else aligned(t.contiguous()) for t in (initial_state, grad_final))
+    initial, grad_final = _readable(initial_state), _readable(grad_final)
     x, dt, k, q, grad_o = (aligned(t) for t in (x, dt, k, q, grad_o))
     scan = _scan(x, dt, k, q, flags, reverse)
     (batch, length, channels), states = x.shape, k.shape[2]

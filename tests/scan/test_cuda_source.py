@@ -1,9 +1,12 @@
 """The CUDA kernels without a GPU: compiled through the run-time path, and their bodies run on the host by a shim."""
 
+import contextlib
 import mmap
 import re
 import shutil
 import sys
+import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,9 +36,16 @@ def test_every_cell_has_a_kernel_on_both_devices():
 
 
 def check_report(module, architecture):
-    """The registers of each kernel, none of which spills any or keeps anything in local memory."""
-    pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
-    compiled = cuda_kernels.compile_module(module, architecture)
+    """The registers of each kernel, none of which spills any or keeps anything in local memory, and its PTX."""
+    core = pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
+    programs, make = [], core.Program
+
+    def program(*arguments):
+        programs.append(make(*arguments))
+        return programs[-1]
+
+    with mock.patch.object(core, "Program", program):
+        compiled = cuda_kernels.compile_module(module, architecture)
     assert compiled.cubin[:4] == b"\x7fELF"
     kernels = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", compiled.report)
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", compiled.report)
@@ -43,7 +53,31 @@ def check_report(module, architecture):
     assert len(kernels) == len(frames) == len(registers) > 0, compiled.report
     for (kernel, target), frame in zip(kernels, frames, strict=True):
         assert target == architecture and set(frame) == {"0"}, f"{kernel}: {frame}"
-    return dict(zip((kernel for kernel, _ in kernels), registers, strict=True))
+    return dict(zip((kernel for kernel, _ in kernels), registers, strict=True)), _ptx(programs[0])
+
+
+def check_scan(name, dtype, narrow, architecture):
+    """A cell's kernels: two blocks fit onto a multiprocessor, and they write in accesses as wide as those that read."""
+    cell, width = cells.BY_NAME[name], 1 if narrow else cuda.WIDTHS[dtype.itemsize]
+    registers, ptx = check_report(cuda.module_for(name, dtype, width), architecture)
+    assert len(registers) == 5
+    if dtype != torch.float64:  # two blocks of 256 threads to a multiprocessor, whose registers are 65536
+        assert max(registers.values()) <= 128
+    if width > 1:  # a segment's final state, sums over its positions, and those over channels are written one by one
+        parts, sums = 2 if cell.state_dtype(dtype).is_complex else 1, 2 * cell.timed
+        for kernel, most in (("scan_forward", parts), ("scan_backward", 2 * parts + sums)):
+            one_by_one = re.findall(r"\bst\.global\.(?!v\d)[.\w]+", ptx[kernel])
+            assert len(one_by_one) <= most, f"{kernel}: {one_by_one}"
+
+
+def _ptx(program):
+    """By kernel."""
+    from cuda.bindings import nvrtc
+
+    _, size = nvrtc.nvrtcGetPTXSize(program.handle)
+    text = bytes(size)
+    nvrtc.nvrtcGetPTX(program.handle, text)
+    return dict(part.split("(", 1) for part in text.decode().split(".entry ")[1:])
 
 
 @pytest.mark.parametrize(
@@ -54,11 +88,7 @@ def check_report(module, architecture):
     ids=str,
 )
 def test_scan_compiles_without_spills(cell, dtype, narrow, architecture):
-    width = 1 if narrow else cuda.WIDTHS[dtype.itemsize]
-    registers = check_report(cuda.module_for(cell, dtype, width), architecture)
-    assert len(registers) == 5
-    if dtype != torch.float64:  # two blocks of 256 threads to a multiprocessor, whose registers are 65536
-        assert max(registers.values()) <= 128
+    check_scan(cell, dtype, narrow, architecture)
 
 
 def test_unknown_architecture_is_said():
@@ -246,6 +276,40 @@ def test_a_first_run_that_fails_is_said(host, monkeypatch, error, reason):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     said = cuda.unavailable_reason.__wrapped__()
     assert reason in said and "\n" not in said
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_thread_has_a_context_before_it_launches(monkeypatch):
+    """Backward's has none before PyTorch's own first kernel on it; PyTorch's guard of device 0 does not give it one."""
+    core = pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
+    calls = []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def set_current(self):
+            calls.append((threading.current_thread().name, f"context of {self.index}"))
+
+    def launch(stream, config, kernel, *arguments):
+        calls.append((threading.current_thread().name, kernel))
+
+    monkeypatch.setattr(core, "Device", Device)
+    monkeypatch.setattr(core, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_kernels, "_kernel", lambda module, entry, device_index: entry)
+
+    def run():
+        for entry in ("first", "second"):
+            cuda_kernels.launch(MODULE, entry, torch.device("cuda", 0), (1, 1), 256, [])
+
+    for name in "ab":
+        thread = threading.Thread(target=run, name=name)
+        thread.start()
+        thread.join()
+    assert calls == [(name, what) for name in "ab" for what in ("context of 0", "first", "second")]
 
 
 # ---- CUDA graphs -----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def host(monkeypatch, folder):
     ids=str,
 )
 def test_compiles_without_spills(kind, architecture):
-    registers = check_report(gateloop_heads_cuda.module_for(*kind), architecture)
+    registers, _ = check_report(gateloop_heads_cuda.module_for(*kind), architecture)
     assert len(registers) == 4
     if kind[0] is not DOUBLE and gateloop_heads_cuda.division(kind[0], *kind[2:]).threads == 128:
         # Blocks of 128 threads to a multiprocessor: four forward, two backward.
@@ -174,7 +174,7 @@ def test_strided_inputs(host):
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-def _shifted(x: torch.Tensor, offset: int) -> torch.Tensor:
+def shifted(x: torch.Tensor, offset: int) -> torch.Tensor:
     """x's numbers, so many bytes past a multiple of 64."""
     buffer = torch.empty(x.nbytes + 64 + offset, dtype=torch.uint8)
     at = -buffer.data_ptr() % 64 + offset
@@ -186,10 +186,10 @@ def test_alignment(host):
     """States at no multiple of 16 bytes are read and written one by one; what not even an element allows is copied."""
     *inputs, state = inputs_for(2, 3, 3, 4, 4, FLOAT)
     want, final = gateloop_heads_scan(*inputs, state)
-    for offset, moved in [(8, inputs), (3, [_shifted(x, 3) for x in inputs])]:
-        got = gateloop_heads_scan(*moved, _shifted(state, offset))
+    for offset, moved in [(8, inputs), (3, [shifted(x, 3) for x in inputs])]:
+        got = gateloop_heads_scan(*moved, shifted(state, offset))
         assert torch.equal(got[0], want) and torch.equal(got[1], final)
-    place = _shifted(state, 8)
+    place = shifted(state, 8)
     y, updated = gateloop_heads_scan(*inputs, place, update_state=True)
     assert updated is place and torch.equal(y, want) and torch.equal(place, final)
 

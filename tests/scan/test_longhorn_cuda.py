@@ -1,9 +1,12 @@
 """Longhorn's CUDA kernels without a GPU, as test_cuda_source.py has it for the others."""
 
+import re
+
 import pytest
 import torch
 from oracle import mask_and_reset, random
 from test_cuda_source import ARCHITECTURES, check_report
+from test_gateloop_heads_cuda import shifted
 from test_longhorn_scan import compare, inputs_for, run
 
 from hf_recurrent.scan import longhorn_cuda, longhorn_scan
@@ -18,10 +21,13 @@ from hf_recurrent.scan import longhorn_cuda, longhorn_scan
 )
 def test_compiles_without_spills(dtype, m, architecture):
     assert m <= longhorn_cuda.MAX_STATES[dtype]
-    registers = check_report(longhorn_cuda.module_for(dtype, m), architecture)
+    registers, ptx = check_report(longhorn_cuda.module_for(dtype, m), architecture)
     assert len(registers) == 4
     if (dtype, m) == (torch.bfloat16, 16):  # blocks of 128 threads to a multiprocessor: four forward, three backward
         assert registers["longhorn_forward"] <= 128 and registers["longhorn_backward"] <= 168
+        # Of states, 16 bytes at once.
+        assert "st.global.v4" in ptx["longhorn_forward"]
+        assert not re.search(r"st\.global\.[a-z]32\b", ptx["longhorn_forward"])
 
 
 # (batch, length, channels, m)
@@ -95,6 +101,25 @@ def test_more_states_than_the_kernels_take(host):
     assert not host.launched
     with pytest.raises(ValueError, match="backend 'cuda' takes m up to 128 in torch.float32, got 300"):
         longhorn_scan(*inputs, backend="cuda")
+
+
+def test_alignment(host):
+    """States at no multiple of 16 bytes."""
+    inputs = [x.requires_grad_() for x in inputs_for(2, 11, 5, 16, torch.float32)]
+    *inputs, state = inputs
+    weights = [torch.ones(2, 11, 5), random(2, 5, 16, dtype=torch.float32)]
+
+    def gradients(state, weight):
+        o, final = longhorn_scan(*inputs, state)
+        return o, final, *torch.autograd.grad([o, final], [*inputs, state], [weights[0], weight])
+
+    want = gradients(state, weights[1])
+    got = gradients(shifted(state.detach(), 8).requires_grad_(), shifted(weights[1], 8))
+    assert all(torch.equal(x, y) for x, y in zip(want, got, strict=True))
+    place = shifted(state.detach(), 8)
+    with torch.no_grad():
+        o, updated = longhorn_scan(*inputs, place, update_state=True)
+    assert updated is place and torch.equal(o, want[0]) and torch.equal(place, want[1])
 
 
 def test_strided_inputs(host):

@@ -31,6 +31,10 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kElements = (kSteps * kChannels + kThreads - 1) / kThreads;  // of a tile of x, to a thread
 constexpr int kKeys = (kSteps * kStates + kThreads - 1) / kThreads;        // of a tile of k, to a thread
 static_assert(kPadded >= kStates, "at most 128 states");
+constexpr bool kFull = kStates == kPadded;  // every thread has states
+constexpr int kWide = !kFull ? 1 : kPer * (int)sizeof(State) > 16 ? 16 / (int)sizeof(State) : kPer;
+
+typedef Vector<State, kWide> Pack;  // states as they are read and written at once
 
 struct Problem : Scan<State> {
   View<T> x, dt, k, q;
@@ -122,21 +126,35 @@ struct Place {
   HFR_DEVICE Place()
       : lane(threadIdx.x % kLanes), channel(threadIdx.x / kLanes), d((Index)blockIdx.x * kChannels + channel) {}
 
-  // Of (rows, channels, m); states past m, and of channels past the last, are zero and stay out.
+  // Of (rows, channels, m), from a multiple of 16 bytes on; states past m, and of channels past the last, are zero and stay out.
   HFR_DEVICE void read(const Problem& p, const State* from, Index row, State (&s)[kPer]) const {
 #pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      const int j = lane * kPer + i;
-      s[i] = from && d < p.channels && j < kStates ? from[(row * p.channels + d) * kStates + j] : State(0);
+    for (int i = 0; i < kPer; i += kWide) {
+      Pack pack;
+      fill(pack.v, State(0));
+      if (from && exists(p, i)) pack = reinterpret_cast<const Pack*>(from)[at(p, row, i)];
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) s[i + j] = pack.v[j];
     }
   }
 
   HFR_DEVICE void write(const Problem& p, const State (&s)[kPer], State* to, Index row) const {
 #pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      const int j = lane * kPer + i;
-      if (d < p.channels && j < kStates) to[(row * p.channels + d) * kStates + j] = s[i];
+    for (int i = 0; i < kPer; i += kWide) {
+      Pack pack;
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) pack.v[j] = s[i + j];
+      if (exists(p, i)) reinterpret_cast<Pack*>(to)[at(p, row, i)] = pack;
     }
+  }
+
+  HFR_DEVICE bool exists(const Problem& p, int i) const {
+    return d < p.channels && (kFull || lane * kPer + i < kStates);
+  }
+
+  // The number of the pack that begins with this thread's i-th state.
+  HFR_DEVICE Index at(const Problem& p, Index row, int i) const {
+    return ((row * p.channels + d) * kStates + lane * kPer + i) / kWide;
   }
 };
 
