@@ -65,9 +65,17 @@ def run(scan, inputs, initial_state, weights, **options):
     return h, final, *grads
 
 
-def compare(scan, inputs, initial_state, *, backend, device="cpu", **options):
+def repeated(runs: int, call):
+    """What `call` gives, which must be the same bit for bit in so many runs."""
+    first, *others = (call() for _ in range(runs))
+    # NaNs fail later; torch.equal compares values, and no output is a negative zero in one run only.
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True)), "two runs differ"
+    return first
+
+
+def compare(scan, inputs, initial_state, *, backend, device="cpu", runs=1, **options):
     """Runs `scan` on `backend` and `device`, and the float64 loop on the same values; asserts on every output and
-    gradient, and returns what `backend` has given.
+    gradient.
 
     An element is a sum of terms, and its rounding error is a fraction of the terms, not of what is left when they
     cancel: the scale of an output includes the initial state, that of a broadcast input's gradient the sum of the
@@ -79,7 +87,7 @@ def compare(scan, inputs, initial_state, *, backend, device="cpu", **options):
     weights = random(*shape, dtype=dtype).to(wide(dtype)), random(shape[0], shape[2], dtype=wide(dtype))
     at = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     moved = [None if x is None else x.to(device) for x in (*inputs, initial_state, *weights)]
-    got = run(scan, moved[: len(inputs)], moved[-3], moved[-2:], backend=backend, **at)
+    got = repeated(runs, lambda: run(scan, moved[: len(inputs)], moved[-3], moved[-2:], backend=backend, **at))
     oracle_state = None if initial_state is None else initial_state.to(wide(initial_state.dtype))
     oracle_inputs = [x.to(wide(dtype)).expand(shape).contiguous() for x in inputs]
     want = list(run(scan, oracle_inputs, oracle_state, weights, backend="reference", **options))
@@ -96,7 +104,6 @@ def compare(scan, inputs, initial_state, *, backend, device="cpu", **options):
         assert not x.isnan().any(), f"{name}: NaN"
         error = (x.to(y) - y).abs().max().item()
         assert error <= TOLERANCE[dtype] * scale + 1e-30, f"{name}: error {error:.3g}, {error / scale:.3g} relative"
-    return got
 
 
 def linear(a, b, initial_state=None, **options):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from oracle import TOLERANCE, coefficients, mask_and_reset, random
+from oracle import TOLERANCE, coefficients, mask_and_reset, random, repeated
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_recurrent.scan import gateloop_heads_scan
@@ -64,7 +64,7 @@ def run(scan, inputs, weights, start=None):
     return [y, final, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
 
 
-def compare(inputs, backend, device="cpu", start=None, **options):
+def compare(inputs, backend, device="cpu", start=None, runs=1, **options):
     dtype, state = inputs[0].dtype, inputs[4]
     wide = torch.complex128 if state.is_complex() else torch.float64
     weights = random(*inputs[2].shape, dtype=dtype).double(), random(*state.shape, dtype=wide)
@@ -74,7 +74,7 @@ def compare(inputs, backend, device="cpu", start=None, **options):
     def scan(*x):
         return gateloop_heads_scan(*x[:5], reset_state=x[5], backend=backend, **moved)
 
-    got = run(scan, on_device[:5], on_device[6:], on_device[5])
+    got = repeated(runs, lambda: run(scan, on_device[:5], on_device[6:], on_device[5]))
     exact = [x.double() for x in inputs[:3]] + [x.to(wide) for x in inputs[3:]]
     exact_start = None if start is None else start.to(wide)
     want = run(lambda *x: loop(*x, **options), exact, weights, exact_start)
@@ -83,7 +83,6 @@ def compare(inputs, backend, device="cpu", start=None, **options):
         assert x.shape == y.shape and not x.isnan().any(), name
         error, scale = (x.to(y) - y).abs().max().item(), y.abs().max().item()
         assert error <= 4 * TOLERANCE[dtype] * max(scale, 1), f"{name}: {error:.3g} of {scale:.3g}"
-    return got
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from oracle import REALS, TOLERANCE, mask_and_reset, random
+from oracle import REALS, TOLERANCE, mask_and_reset, random, repeated
 
 from hf_recurrent.scan import longhorn_scan
 
@@ -33,17 +33,17 @@ def run(inputs, weights, backend, **options):
     return [o, final, *torch.autograd.grad(loss, leaves)]
 
 
-def compare(inputs, backend, device="cpu", **options):
+def compare(inputs, backend, device="cpu", runs=1, **options):
     dtype = inputs[0].dtype
     weights = random(*inputs[0].shape, dtype=dtype).double(), random(*inputs[4].shape, dtype=torch.float64)
     at = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    got = run([x.to(device) for x in inputs], [w.to(device) for w in weights], backend, **at)
+    moved = [x.to(device) for x in inputs], [w.to(device) for w in weights]
+    got = repeated(runs, lambda: run(*moved, backend, **at))
     want = run([x.double() for x in inputs], weights, "reference", **options)
     for name, x, y in zip(["o", "final", "x", "dt", "k", "q", "state"], got, want, strict=True):
         assert x.shape == y.shape and not x.isnan().any(), name
         error, scale = (x.to(y) - y).abs().max().item(), y.abs().max().item()
         assert error <= 4 * TOLERANCE[dtype] * max(scale, 1), f"{name}: {error:.3g} of {scale:.3g}"
-    return got
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

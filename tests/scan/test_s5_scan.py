@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from oracle import TOLERANCE, mask_and_reset, random, run
+from oracle import TOLERANCE, mask_and_reset, random, repeated, run
 from test_cuda_source import ARCHITECTURES, check_scan
 from torch.library import opcheck
 
@@ -35,14 +35,14 @@ def definition(discretization: str, driven, rate, times, state=None, **options):
     return linear_scan(a, times * phi * driven, state, backend="reference", **options)
 
 
-def compare(discretization: str, inputs, state=None, *, backend="cpu", device="cpu", **options):
+def compare(discretization: str, inputs, state=None, *, backend="cpu", device="cpu", runs=1, **options):
     """Outputs, final state and all gradients. An error is measured by what is added up to the number that has it."""
     dtype, shape = inputs[0].dtype, inputs[0].shape
     weights = random(*shape, dtype=dtype).to(DOUBLE), random(shape[0], shape[2], dtype=DOUBLE)
     options["discretization"] = discretization
     at = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     moved = [None if x is None else x.to(device) for x in (*inputs, state, *weights)]
-    got = [x.cpu() for x in run(s5_scan, moved[:3], moved[3], moved[4:], backend=backend, **at)]
+    got = repeated(runs, lambda: run(s5_scan, moved[:3], moved[3], moved[4:], backend=backend, **at))
     driven, rate, times = inputs
     wide = driven.to(DOUBLE), rate.to(DOUBLE).expand(shape), times.double()[..., None].expand(shape)
     del options["discretization"]
@@ -64,7 +64,6 @@ def compare(discretization: str, inputs, state=None, *, backend="cpu", device="c
         assert x.shape == y.shape and x.dtype == (dtype if y.is_complex() else inputs[2].dtype), name
         error, scale = (x.to(y) - y).abs().max().item(), scale.max().item()
         assert error <= TOLERANCE[dtype] * scale, f"{name}: error {error:.3g}, {error / scale:.3g} relative"
-    return got
 
 
 def check(discretization: str, shape, dtype: torch.dtype, **options) -> None:
