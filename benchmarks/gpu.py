@@ -5,6 +5,7 @@ of captured CUDA graphs; every ratio to the copy is to the device-to-device copy
 """
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -41,6 +42,7 @@ from hf_recurrent.scan import (
     s5_scan,
 )
 from hf_recurrent.scan.cells import BY_NAME
+from hf_recurrent.scan.ops import step_flags
 
 ROOT = Path(__file__).parents[1]
 SETS = 3  # of tensors, which consecutive calls use in turn
@@ -153,24 +155,29 @@ def _forward(scan: Callable, sets: list[tuple[Tensor, ...]]) -> list[Callable]:
     return [lambda x=x: scan(*x)[0] for x in sets]
 
 
-def _backward(cell: str, sets: list[tuple[Tensor, ...]], backend: str) -> list[Callable]:
+def _backward(cell: str, sets: list[tuple[Tensor, ...]], mask: Tensor | None, backend: str) -> list[Callable]:
     """The operator's backward alone, as autograd calls it."""
-    ops, calls = torch.ops.hf_recurrent, []
+    ops, calls, flags = torch.ops.hf_recurrent, [], step_flags(mask, None, False)
     for x in sets:
         timed = BY_NAME[cell].timed  # whose second input has no channels
         inputs = [t if timed and i == 1 else t[(None,) * (3 - t.dim())] for i, t in enumerate(x)]
         if BY_NAME[cell].read is None:
-            (h, final), backward = ops.scan(cell, inputs, None, None, False, backend), ops.scan_backward
+            (h, final), backward = ops.scan(cell, inputs, None, flags, False, backend), ops.scan_backward
         else:
-            _, h, final = ops.read_scan(cell, inputs, None, None, False, True, backend)
+            _, h, final = ops.read_scan(cell, inputs, None, flags, False, True, backend)
             backward = ops.read_scan_backward
-        arguments = (cell, inputs, h, None, None, torch.randn_like(x[-1]), torch.randn_like(final), False, backend)
+        arguments = (cell, inputs, h, None, flags, torch.randn_like(x[-1]), torch.randn_like(final), False, backend)
         calls.append(lambda backward=backward, arguments=arguments: backward(*arguments))
     return calls
 
 
-def _measure_scan(b: Bench, section: str, cell: str, scan: Callable, shape, dtype, make: Callable) -> None:
+def _measure_scan(
+    b: Bench, section: str, cell: str, scan: Callable, shape, dtype, make: Callable, masked: bool = False
+) -> None:
     """Forward, and backward alone; `make(shape, dtype)` gives one set of inputs. Beside forward: torch.add."""
+    mask = torch.rand(shape[:2], device=b.device) < 0.9 if masked else None
+    if masked:
+        cell, scan = f"{cell}, masked", functools.partial(scan, mask=mask)
     fields = {"shape": list(shape), "dtype": _name(dtype)}
     sets = [make(shape, dtype) for _ in range(SETS)]
     read = sum(x.nbytes for x in sets[0])
@@ -185,7 +192,7 @@ def _measure_scan(b: Bench, section: str, cell: str, scan: Callable, shape, dtyp
         # Reads the inputs, h and the gradient of what the cell gives; writes a gradient of each input.
         name = cell.split(",")[0]
         kept = 2 if BY_NAME[name].has_complex_state else 1  # numbers of h for each one given
-        seconds = seconds_of(_backward(name, sets, b.device.type), b.device)
+        seconds = seconds_of(_backward(name, sets, mask, b.device.type), b.device)
         b.add(section, cell, seconds, 2 * read + (1 + kept) * written, direction="backward", **fields)
 
 
@@ -212,7 +219,8 @@ def measure_long(b: Bench) -> None:
 
 
 def measure_cells(b: Bench) -> None:
-    """What is fused with the recurrence, and the complex recurrences, with the constant coefficients of S5 too."""
+    """What is fused with the recurrence, and the complex recurrences, with the constant coefficients of S5 too; and
+    what a mask costs."""
 
     def real(count: int) -> Callable:
         return lambda shape, dtype: tuple(b.random(*shape, dtype=dtype) for _ in range(count))
@@ -251,6 +259,11 @@ def measure_cells(b: Bench) -> None:
         for dtype in dtypes:
             what = f"{cell} {_name(dtype)}"
             b.attempt(what, lambda c=(cell, scan), d=dtype, m=make: _measure_scan(b, "cells", *c, shape, d, m))
+    for dtype in (FLOAT, HALF):
+        what = f"linear, masked {_name(dtype)}"
+        b.attempt(
+            what, lambda d=dtype: _measure_scan(b, "cells", "linear", linear_scan, shape, d, _pair(b), masked=True)
+        )
 
 
 def measure_longhorn(b: Bench) -> None:
