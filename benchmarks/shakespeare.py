@@ -143,7 +143,7 @@ def draw(document: dict, path: Path) -> None:
                 axes.plot(one["best"]["step"], one["best"]["test_loss"], "o", color=f"C{number}", markersize=4)
                 label = None
     axes.axhline(PAPER["mingru"], color="0.4", linestyle=":", linewidth=1)
-    axes.text(0.99, PAPER["mingru"], "the paper's minGRU ", ha="right", va="top", transform=axes.get_yaxis_transform())
+    axes.text(0.01, PAPER["mingru"], "the paper's minGRU", va="bottom", transform=axes.get_yaxis_transform())
     highest = max(loss for one in document["runs"] for step, loss in one["curve"] if step > 0)
     axes.set(xlabel="step", ylabel="test loss (nats per character)", ylim=(None, min(highest, 2.6)))
     axes.set_title("Shakespeare's characters: test loss, the best of each run marked")
@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eval-steps", type=positive, default=50, help="between tests (default %(default)s)")
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="(default %(default)s)")
     parser.add_argument(
-        "--learning-rate", type=float, default=3e-3, help="the cosine's highest (default %(default)s; the paper: 1e-3)"
+        "--learning-rate", type=float, default=5e-3, help="the cosine's highest (default %(default)s; the paper: 1e-3)"
     )
     parser.add_argument("--hidden-size", type=positive, help="another than the recipes', for a trial")
     parser.add_argument("--runs", type=Path, default=Path("runs/shakespeare"), help="folder of the runs")
