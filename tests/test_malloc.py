@@ -20,10 +20,12 @@ def use():
     return now[0] - faults, (now[1] - size) >> 20
 
 assert keep_freed_memory()
-first, kept = use()
+_, kept = use()
 assert kept > 60, kept
-again, more = use()
-assert again < 100 and more < 2, (again, more)
+for _ in range(4):  # something small may settle at the beginning of what has been freed
+    use()
+faults, more = use()
+assert faults < 100 and more < 2, (faults, more)
 assert return_freed_memory()
 _, stays = use()
 assert stays < 2, stays
