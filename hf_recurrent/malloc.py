@@ -19,6 +19,9 @@ def keep_freed_memory() -> bool:
     """Have the C library keep freed memory for the next tensor instead of giving it back to the system, which would
     have to find and clear each page again. Times then say what a kernel costs, not what a fresh page does.
 
+    What is freed may be a few bytes too short for the next tensor of that size, which is to be aligned, so that memory
+    grows for some rounds before it settles.
+
     Returns:
         Whether the library can (glibc).
     """
