@@ -28,7 +28,7 @@ from hf_recurrent.training.optimizer import create_optimizer
 
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 # recipe -> rows of a step
-CASES = {"stdlib_mingru": 4, "shakespeare_char_mingru": 16, "shakespeare_char_longhorn": 16}
+CASES = {"stdlib_mingru": 4, "shakespeare_char_mingru": 16}
 SETTINGS = {"default": lambda: None, "kept": malloc.keep_freed_memory, "returned": malloc.return_freed_memory}
 
 

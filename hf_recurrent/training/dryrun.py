@@ -46,8 +46,9 @@ def tokenizer_size(args: DataArguments) -> TokenizerSize:
     if args.tokenizer == "bytes":
         return TokenizerSize(BYTES)
     if args.tokenizer == "bpe":
-        check_vocab_size(args.vocab_size or DEFAULT_VOCAB_SIZE)
-        return TokenizerSize(args.vocab_size or DEFAULT_VOCAB_SIZE)
+        size = args.vocab_size or DEFAULT_VOCAB_SIZE
+        check_vocab_size(size)
+        return TokenizerSize(size)
     if args.tokenizer in KNOWN_TOKENIZERS and not Path(args.tokenizer).exists():
         return TokenizerSize(KNOWN_TOKENIZERS[args.tokenizer])
     return TokenizerSize(len(load_tokenizer(args.tokenizer)))

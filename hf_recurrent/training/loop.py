@@ -239,10 +239,10 @@ class Run:
         if model.dtype != torch.float64:
             model.float()  # in 16 bits, as it may have been saved, most of an optimiser's steps would be rounded away
         check_fit(max(len(self.tokenizer), largest_id(self.tokenizer) + 1), model.config.vocab_size)
-        if self.accelerator.device.type == "cpu":  # the next step's tensors have the sizes of this one's
-            keep_freed_memory()
         if args.gradient_checkpointing:
             self.loss_options = checkpoint_activations(model)
+        elif self.accelerator.device.type == "cpu":  # the next step's tensors have the sizes of this one's
+            keep_freed_memory()
         if args.compile:
             check_compiler(self.accelerator.device)
             distributed.compile_model(self.accelerator, model)
