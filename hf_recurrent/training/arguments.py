@@ -136,7 +136,7 @@ class TrainArguments:
     log_steps: int = option(10, "Steps between lines of metrics.jsonl.")
     eval_steps: int = option(200, "Steps between validations on --eval-rows rows; 0: only at both ends.")
     eval_rows: int = option(64, "Rows of these validations, spread evenly; the last one takes all.")
-    save_steps: int = option(1000, "Steps between checkpoints; 0: none, except after an interruption.")
+    save_steps: int = option(1000, "Steps between checkpoints; one at the end too; 0: none but after an interruption.")
     keep_checkpoints: int = option(2, "Checkpoints to keep, the newest ones.")
     on_bad_loss: Literal["stop", "skip"] = option(
         "stop",

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
@@ -44,6 +44,7 @@ from .trackers import check_trackers, finish_trackers, send, start_trackers
 from .validation import ValidationRows, validation_rows
 
 CHECKPOINT_FORMAT = 3
+VALIDATED = ("validation_loss", "validation_perplexity", "validation_bits_per_byte")
 BEGINNING = 32  # tokens of a bad batch's rows that are told
 # What may differ between a checkpoint and the run that goes on from it. Everything else decides which run it is.
 FREE = {
@@ -99,7 +100,7 @@ def train(model_args: ModelArguments, data_args: DataArguments, train_args: Trai
     """Train a model and leave it in `train_args.output_dir`.
 
     Call it in every process. On SIGINT or SIGTERM the run stops after the current step, saves a checkpoint and the
-    model, and returns.
+    model, and returns. Resumed after its end, it does nothing again.
 
     Returns:
         `output_dir`, `step`, `interrupted` (the signal's number, 0 where there was none), `train_loss` (the latest
@@ -443,13 +444,20 @@ class Run:
             rows = np.linspace(0, count - 1, min(count, self.args.eval_rows)).round().astype(np.int64)
         loss = self.evaluate(rows, "validating" if everything else None, interrupted)
         bytes_per_token = self.validation.text_bytes / self.validation.targets
-        result = {
-            "validation_loss": loss,
-            "validation_perplexity": math.exp(min(loss, 700.0)),  # beyond, a float overflows
-            "validation_bits_per_byte": loss / (math.log(2) * bytes_per_token),
-        }
+        perplexity = math.exp(min(loss, 700.0))  # beyond, a float overflows
+        result = dict(zip(VALIDATED, (loss, perplexity, loss / (math.log(2) * bytes_per_token)), strict=True))
         self._log(result | {"validation_rows": len(rows), "elapsed": round(self.state.seconds, 3)})
         return result
+
+    def _final_validation(self) -> dict | None:
+        """What an earlier call has found at the end of the run; None where it did not come so far."""
+        found = None
+        if self.validation is not None and self.accelerator.is_main_process:
+            rows = len(self.validation.rows["labels"])
+            for line in self.folder.metrics():
+                if (line["step"], line.get("validation_rows")) == (self.state.step, rows):
+                    found = {name: line[name] for name in VALIDATED}
+        return broadcast_object_list([found])[0]
 
     def _log(self, values: dict) -> None:
         if self.accelerator.is_main_process:
@@ -549,10 +557,14 @@ class Run:
         self.model.train()
         if self.state.step == 0:
             self._validate()  # also compiles kernels before the clock starts
+        begun = self.state.step
         with interrupts() as interrupted:
             stopped, final = self._loop(interrupted), None
             self.save_model()
-            if not stopped:
+            if self.state.step == begun:
+                self._print(f"the run has come to its end, after step {begun}, before: there is nothing to train")
+                final = self._final_validation()
+            if not stopped and final is None:
                 try:
                     final = self._validate(everything=True, interrupted=interrupted)
                 except Interrupted as error:
@@ -621,7 +633,7 @@ class Run:
                 bar.update(min(self._bar_position(), bar.total) - bar.n)
                 if args.eval_steps and state.step % args.eval_steps == 0 and not finished:
                     self._show(self._validate())
-                if stop or (args.save_steps and state.step % args.save_steps == 0 and not finished):
+                if stop or (args.save_steps and (finished or state.step % args.save_steps == 0)):
                     self.save_checkpoint()
         return stop
 

@@ -1,12 +1,15 @@
 """Metrics sent to the trackers that Accelerate knows: TensorBoard, Weights & Biases, Trackio and others."""
 
+import uuid
 import warnings
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
+from ..files import write_whole
 from ..messages import first_line, nearest
+from .folder import TRACKERS
 
 PACKAGES = {"comet_ml": "comet-ml"}  # where a tracker's package is not called as the tracker is
 
@@ -39,29 +42,40 @@ def check_trackers(names: list[str]) -> list[str]:
     return sorted(installed)
 
 
+def _identity(file: Path) -> str:
+    """A name that no other run has, which a resumed one finds in the file again."""
+    if not file.is_file():
+        write_whole(file, uuid.uuid4().hex)
+    return file.read_text(encoding="utf-8")
+
+
 def start_trackers(accelerator: Accelerator, folder: Path, settings: dict, step: int) -> None:
-    """Begin a run named as the folder is, with its settings.
+    """Begin a run named as the folder is, with its settings; or, where W&B and Trackio have it already, go on with it.
 
     Args:
-        step: where the run goes on from; what a killed run has sent of later steps is dropped where that is possible.
+        folder: of the run.
+        step: where it goes on from; what a killed run has sent of later steps is dropped where that is possible.
 
     Raises:
         ValueError: a tracker cannot be started (no network, no account).
     """
+    # Trackio knows a run by its name alone, so that a new one must say that it is new.
+    own = folder / TRACKERS
     options = {
         "tensorboard": {"purge_step": step + 1 if step else None},
-        "wandb": {"name": folder.name, "dir": str(folder)},
-        "trackio": {"name": folder.name},
+        "wandb": {"name": folder.name, "dir": str(own), "resume": "allow"},
+        "trackio": {"name": folder.name, "resume": "allow" if step else "never"},
     }
+    names = [str(tracker) for tracker in accelerator.log_with]  # which are no strings
+    if "wandb" in names and accelerator.is_main_process:
+        own.mkdir(exist_ok=True)  # W&B would choose another place
+        options["wandb"]["id"] = _identity(own / "wandb_id")
     simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()}
     try:
-        accelerator.init_trackers(
-            "hf_recurrent", simple, {name: options.get(name, {}) for name in accelerator.log_with}
-        )
+        accelerator.init_trackers("hf_recurrent", simple, {name: options.get(name, {}) for name in names})
     except Exception as error:  # each tracker has its own kinds
         accelerator.trackers = []  # one that has not begun cannot be finished
-        names = ", ".join(map(str, accelerator.log_with))
-        raise ValueError(f"--log-with: {names} cannot be started: {first_line(error)}") from error
+        raise ValueError(f"--log-with: {', '.join(names)} cannot be started: {first_line(error)}") from error
 
 
 def send(accelerator: Accelerator, values: dict, step: int) -> None:

@@ -1,6 +1,7 @@
 """A tiny run of the command line, in one process or several, and what to compare of two of them."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -31,6 +32,14 @@ def run_processes(directory, name, processes, *flags, sources=(), status=0):
     """Train by the command line in some processes, to the end. Returns the output folder."""
     folder, group = start_run(directory, name, processes, *flags, sources=sources)
     assert finish(group) == [status] * processes, output(folder)
+    return folder
+
+
+def forget_the_end(folder):
+    """Remove the newest checkpoint, so that a resume goes on from the one before. Returns the folder."""
+    checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+    assert len(checkpoints) > 1
+    shutil.rmtree(checkpoints[-1])
     return folder
 
 

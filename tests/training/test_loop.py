@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from runs import forget_the_end
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
@@ -88,6 +89,7 @@ def test_the_default_corpus_from_end_to_end(tmp_path, capsys):
     ):
         assert phrase in out
     assert {path.name for path in folder.iterdir()} == {
+        "checkpoints",
         "config.json",
         "generation_config.json",
         "loss.png",
@@ -229,6 +231,7 @@ def test_tied_embeddings_and_other_overrides(train):
     assert (model.config.candidate, model.config.norm_eps) == ("vanilla", 1e-5)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     before = weights(folder)
+    forget_the_end(folder)
     assert same(
         weights(train("--max-steps", 4, "--config-overrides", overrides, "--save-steps", 2, "--resume")), before
     )
@@ -274,6 +277,7 @@ def test_a_model_in_bfloat16_is_trained_in_float32_and_need_not_be_there_at_a_re
     before = weights(folder)
     assert {weight.dtype for weight in before.values()} == {torch.float32}
     shutil.rmtree(first)
+    forget_the_end(folder)
     assert cli.main([*argv, "--resume"]) == 0
     assert same(weights(folder), before)
     assert AutoModelForCausalLM.from_pretrained(folder).generation_config.max_length == 77
@@ -292,6 +296,7 @@ def test_a_streamed_dataset(train, tmp_path):
         metrics(streamed, "validation_loss")[0] == metrics(loaded, "validation_loss")[0]
     )  # the same held-out documents
     before = weights(streamed)
+    forget_the_end(streamed)
     assert same(weights(train(*flags, "--vocab-size", 300, "--streaming", "--resume")), before)
 
 
@@ -312,6 +317,7 @@ def test_several_sources_from_end_to_end(text, tmp_path, capsys):
     before, curve = weights(mixed), (metrics(mixed, "loss"), metrics(mixed, "memory_16/layer_1"))
     assert len(curve[1]) == 3
     # The settings that were saved, on from step 4: what has been read ahead is read again.
+    forget_the_end(mixed)
     assert cli.main(["train", str(mixed / "train.yaml"), "--resume"]) == 0
     assert same(weights(mixed), before)
     assert (metrics(mixed, "loss"), metrics(mixed, "memory_16/layer_1")) == curve
@@ -424,6 +430,7 @@ def test_average_losses_are_added_up_alike_in_every_process(train, monkeypatch):
     monkeypatch.setattr(LossPolicy, "judge", judged)
     run = train("--max-steps", 7, "--save-steps", 5, "--log-steps", 3)
     assert metrics(run, "loss") == [1, 4, 6]
+    forget_the_end(run)
     train("--max-steps", 7, "--save-steps", 5, "--log-steps", 3, "--resume")
     assert metrics(run, "loss") == [1, 4, 6]
 
@@ -453,7 +460,7 @@ def test_ctrl_c_saves_and_going_on_equals_not_stopping(train, monkeypatch, capsy
 
 
 def test_sigterm_in_the_last_validation(train, monkeypatch):
-    flags = [*RESUMABLE, "--max-steps", 4, "--resume", "auto"]  # without a checkpoint so far
+    flags = [*RESUMABLE, "--max-steps", 4, "--resume", "auto", "--save-steps", 0]  # without a checkpoint so far
     whole, evaluate = train(*flags), Run.evaluate
 
     def interrupted(run, rows, description=None, *more):
@@ -469,6 +476,26 @@ def test_sigterm_in_the_last_validation(train, monkeypatch):
     for name in ("step", "loss", "grad_norm", "lr", "validation_loss"):
         assert metrics(folder, name) == metrics(whole, name)
     assert same(weights(folder), weights(whole))
+
+
+def test_a_run_that_has_come_to_its_end(train, monkeypatch, capsys):
+    """Nothing is done again; more steps go on where it ended."""
+    longer = train(*RESUMABLE, "--max-steps", 6, "--min-learning-rate-ratio", 1, "--warmup-steps", 0, name="longer")
+    flags = [*RESUMABLE, "--min-learning-rate-ratio", 1, "--warmup-steps", 0, "--resume", "auto", "--max-steps"]
+    run = train(*flags, 3)
+    lines, before = (run / "metrics.jsonl").read_text(), weights(run)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_step", None)
+        patch.setattr(Run, "evaluate", None)
+        train(*flags, 3)
+    out = capsys.readouterr().out
+    assert "the run has come to its end, after step 3, before: there is nothing to train" in out
+    assert f"loss {metrics(run, 'validation_loss')[-1]:.3f} nats per token" in out
+    assert (run / "metrics.jsonl").read_text() == lines and same(weights(run), before)
+
+    train(*flags, 6)
+    assert same(weights(run), weights(longer))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("reentrant call inside stderr"), OSError("the terminal is gone")])
@@ -659,7 +686,7 @@ def test_a_tokenizer_with_a_token_beyond_its_number(train, text, tmp_path, capsy
 
 
 def test_a_run_that_is_not_the_checkpoints(train, text, tmp_path, capsys):
-    train("--max-steps", 4, "--save-steps", 2)
+    forget_the_end(train("--max-steps", 4, "--save-steps", 2))
     capsys.readouterr()
     train("--max-steps", 4, "--save-steps", 2, "--resume", "--learning-rate", 1.0, status=2)
     line = capsys.readouterr().err

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate.tracking import TensorBoardTracker
+from runs import forget_the_end
 from tensorboardX.proto.event_pb2 import Event
 
 from hf_recurrent import cli
@@ -29,15 +30,20 @@ def records(path):
         place += 16 + length
 
 
-def scalars(folder):
-    found = {}
+def events(folder):
     for path in sorted(folder.rglob("events.*")):
         for record in records(path):
             event = Event()
             event.ParseFromString(record)
-            for value in event.summary.value:
-                if value.WhichOneof("value") == "simple_value":
-                    found.setdefault(value.tag, {})[event.step] = value.simple_value
+            yield event
+
+
+def scalars(folder):
+    found = {}
+    for event in events(folder):
+        for value in event.summary.value:
+            if value.WhichOneof("value") == "simple_value":
+                found.setdefault(value.tag, {})[event.step] = value.simple_value
     return found
 
 
@@ -79,6 +85,45 @@ def test_tensorboard_gets_what_the_metrics_have(flags, tmp_path):
         written = {line["step"]: line[name] for line in lines if name in line}
         assert written and sent[name] == pytest.approx(written, rel=1e-6), name
     assert any((tmp_path / "run" / "trackers").rglob("hparams.yml"))
+
+
+def test_tensorboard_drops_what_a_resumed_run_does_again(flags, tmp_path):
+    flags += ["--max-steps", "4", "--log-with", "tensorboard"]
+    assert cli.main([*flags, "--save-steps", "3"]) == 0
+    forget_the_end(tmp_path / "run")
+    assert cli.main([*flags, "--resume"]) == 0
+    starts = [event.step for event in events(tmp_path / "run" / "trackers") if event.HasField("session_log")]
+    assert starts == [4]
+
+
+def test_wandb_goes_on_with_the_run(flags, monkeypatch, tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags += ["--save-steps", "2", "--log-with", "wandb"]
+    assert cli.main([*flags, "--max-steps", "2"]) == 0
+    assert cli.main([*flags, "--max-steps", "4", "--resume"]) == 0
+    trackers = tmp_path / "run" / "trackers"
+    identity = (trackers / "wandb_id").read_text()
+    files = sorted(path.name for path in trackers.rglob("*.wandb") if not path.is_symlink())
+    assert files == [f"run-{identity}.wandb"] * 2  # which `wandb sync` makes one run of
+
+
+def test_trackio_goes_on_with_the_run_and_not_with_another_of_its_name(flags, monkeypatch, tmp_path):
+    trackio = pytest.importorskip("trackio", reason="trackio is not installed")
+    started = []
+
+    def init(**options):
+        run = start(**options)
+        started.append(run)
+        return run
+
+    start = trackio.init
+    monkeypatch.setattr(trackio, "init", init)
+    flags += ["--save-steps", "2", "--log-with", "trackio"]
+    for more in (["--max-steps", "2"], ["--max-steps", "4", "--resume"], ["--max-steps", "2", "--overwrite"]):
+        assert cli.main([*flags, *more]) == 0
+    first, resumed, another = (run.id for run in started)
+    assert first == resumed != another
 
 
 @pytest.mark.parametrize(
