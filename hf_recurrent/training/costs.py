@@ -1,10 +1,10 @@
 """What training costs: arithmetic, and what the machine could do of it; memory."""
 
 import functools
-import resource
 import sys
 import time
 
+import psutil
 import torch
 from torch import nn
 
@@ -21,6 +21,10 @@ def peak_memory(device: torch.device) -> int:
     """The most bytes that this process has had in use: on the GPU, or on the CPU as the system counts them."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # which Windows lacks
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
