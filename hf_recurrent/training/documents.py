@@ -4,33 +4,69 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+SHUFFLED = 10_000  # documents of a stream shuffled at a time
+
+Position = tuple[int, ...]  # between two documents of an epoch; () is before all of them
+
+
+class Document(NamedTuple):
+    """
+    Args:
+        key: decides whether it is held out.
+        after: the position behind it.
+    """
+
+    key: str
+    text: str
+    after: Position = ()
 
 
 class Documents:
-    """Documents that can be iterated over again and again, as pairs (key, text). Empty texts are left out.
+    """Documents that can be iterated over again and again. Empty texts are left out.
 
     Args:
-        read: called with an epoch number, or None, it iterates over all documents. The order may depend on the epoch.
+        read: called with an epoch number, or None, it iterates over all documents, as keys and texts. The order may
+            depend on the epoch.
+        seek: iterates over those of an epoch behind a position. Without it positions are counts, and the documents
+            before one are read.
     """
 
-    def __init__(self, read: Callable[[int | None], Iterable[tuple[str, str]]]):
+    def __init__(
+        self,
+        read: Callable[[int | None], Iterable[tuple]],
+        seek: Callable[[int, Position], Iterable[Document]] | None = None,
+    ):
         self._read = read
+        self._seek = seek
 
-    def epoch(self, epoch: int | None) -> Iterator[tuple[str, str]]:
-        return ((key, text) for key, text in self._read(epoch) if text)
+    def epoch(self, epoch: int | None, start: Position = ()) -> Iterator[Document]:
+        if self._seek is not None and epoch is not None:
+            documents = self._seek(epoch, start)
+        else:
+            behind = itertools.islice(enumerate(self._read(epoch), 1), sum(start), None)
+            documents = (Document(key, text, (number,)) for number, (key, text, *_) in behind)
+        return (document for document in documents if document.text)
 
-    def __iter__(self) -> Iterator[tuple[str, str]]:
+    def __iter__(self) -> Iterator[Document]:
         return self.epoch(None)
 
     def texts(self) -> Iterator[str]:
-        return (text for _, text in self)
+        return (document.text for document in self)
 
-    def map(self, function: Callable[[Iterator[tuple[str, str]]], Iterable[tuple[str, str]]]) -> "Documents":
-        """The documents that `function` makes of an iterator over these."""
-        return Documents(lambda epoch: function(self.epoch(epoch)))
+    def each(self, function: Callable[[Document], Document | None]) -> "Documents":
+        """What `function` makes of each document; None leaves it out."""
+
+        def seek(epoch, start):
+            return filter(None, map(function, self.epoch(epoch, start)))
+
+        return Documents(lambda epoch: seek(epoch, ()), seek)
 
     def head(self, count: int | None) -> "Documents":
-        return self if count is None else self.map(lambda documents: itertools.islice(documents, count))
+        return self if count is None else Documents(lambda epoch: itertools.islice(self.epoch(epoch), count))
 
 
 @dataclass
@@ -96,6 +132,37 @@ def in_validation(key: str, share: float) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
+def in_random_order(
+    read: Callable[[int, int], Iterator[str]], shards: int, seed: int, epoch: int, start: Position
+) -> Iterator[Document]:
+    """Documents of a source in an order that is a function of the seed and the epoch: its shards one after the other in
+    a random order, and of these blocks of SHUFFLED documents, each in a random order. To go on from a position reads no
+    more than the documents of a shard and a block before it. A document's key is its text.
+
+    Args:
+        read: (shard, count) -> the texts of the shard behind so many.
+        start: where a block begins, as the shard's place in the order and a number of its documents, and how many
+            documents of the block lie before.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(shards).tolist()
+
+    def texts(place, count):
+        for later in range(place, shards):
+            for text in read(order[later], count):
+                count += 1
+                yield text, (later, count)
+            count = 0
+
+    *begin, before = start or (0, 0, 0)
+    behind = texts(*begin)
+    while block := list(itertools.islice(behind, SHUFFLED)):
+        mixed = np.random.default_rng([seed, epoch, *begin]).permutation(len(block)).tolist()
+        for count, number in enumerate(mixed[before:], before + 1):
+            text, _ = block[number]
+            yield Document(text, text, (*begin, count))
+        begin, before = block[-1][1], 0
+
+
 def split(documents: Documents, share: float) -> tuple[Documents, Documents | None]:
     """Split documents into training and validation.
 
@@ -106,19 +173,23 @@ def split(documents: Documents, share: float) -> tuple[Documents, Documents | No
         return documents, None
     if _has_both_sides(documents, share):
         return (
-            documents.map(lambda items: (item for item in items if not in_validation(item[0], share))),
-            documents.map(lambda items: (item for item in items if in_validation(item[0], share))),
+            documents.each(lambda document: None if in_validation(document.key, share) else document),
+            documents.each(lambda document: document if in_validation(document.key, share) else None),
         )
+
+    def cut(text):
+        return int(len(text) * (1 - share))
+
     return (
-        documents.map(lambda items: ((key, text[: int(len(text) * (1 - share))]) for key, text in items)),
-        documents.map(lambda items: ((key, text[int(len(text) * (1 - share)) :]) for key, text in items)),
+        documents.each(lambda document: document._replace(text=document.text[: cut(document.text)])),
+        documents.each(lambda document: document._replace(text=document.text[cut(document.text) :])),
     )
 
 
 def _has_both_sides(documents: Documents, share: float) -> bool:
     sides = set()
-    for key, _ in documents:
-        sides.add(in_validation(key, share))
+    for document in documents:
+        sides.add(in_validation(document.key, share))
         if len(sides) == 2:
             return True
     return False

@@ -32,7 +32,7 @@ def build_rows(
 
     Args:
         visible: whether to show progress.
-        checkpoint: what to go on from; streams need not be tokenised from their beginning then.
+        checkpoint: what to go on from.
 
     Raises:
         ValueError: a source is shorter than one row; the checkpoint cannot be read.
@@ -40,8 +40,8 @@ def build_rows(
     parts = []
     for number, part in enumerate(corpus.parts):
         start = None
-        if part.streaming and checkpoint is not None and (checkpoint / PLACE.format(number)).is_file():
-            with reading(checkpoint):  # older ones have none
+        if part.streaming and checkpoint is not None:
+            with reading(checkpoint):
                 start = Place.load(checkpoint / PLACE.format(number))
         # Each source is shuffled in its own way.
         parts.append(_part(part, tokenizer, args, seed + number, visible, start))
@@ -60,7 +60,7 @@ def _part(
 ) -> ShuffledRows | StreamedRows:
     length, packing, name = args.sequence_length, args.packing, part.description
     if part.streaming:
-        return StreamedRows(part.train, tokenizer, length, packing, name, start, visible)
+        return StreamedRows(part.train, tokenizer, length, packing, name, start)
     stream = tokenised(tokenizer, part.train, "tokenising" if visible else None, cache=args.token_cache)
     return ShuffledRows(stream, length, seed, packing, name)
 

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling.model import IGNORED
-from .documents import Documents
+from .documents import Documents, Position
 from .tokens import TokenStream, concatenate, encode, largest_id
 
 PIECE = 1 << 20  # tokens counted at a time
@@ -164,14 +163,15 @@ class Place:
 
     Args:
         row: the next row's number, through all epochs.
-        epoch, documents, rows: the epoch, and how many documents and rows of it lie before.
+        epoch, position: the epoch, and where in it the next document is.
+        rows: how many of the epoch's rows lie before.
         tokens, starts: the tokens that no row has been filled with, as in a `TokenStream`; none at an epoch's start.
         counts: (V,) how often each token has been a target in the rows before.
     """
 
     row: int = 0
     epoch: int = 0
-    documents: int = 0
+    position: Position = ()
     rows: int = 0
     tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.uint16))
     starts: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
@@ -183,19 +183,21 @@ class Place:
     @classmethod
     def load(cls, path: Path) -> "Place":
         with np.load(path, allow_pickle=False) as file:
-            return cls(**{name: array if array.ndim else array.item() for name, array in file.items()})
+            values = {name: array if array.ndim else array.item() for name, array in file.items()}
+        if "position" not in values:
+            raise ValueError("its stream is in the order of an older version")
+        return cls(**values | {"position": tuple(values["position"].tolist())})
 
 
 class StreamedRows:
     """Rows of documents that are read and tokenised on the way, epoch after epoch, without end.
 
     Rows come in the order of the stream. Going on from a later row tokenises again what lies before it, from the
-    beginning or from a `place` on; the epoch's documents before that are read, and no more.
+    beginning or from a `place` on.
 
     Args:
         packing, name: as for `ShuffledRows`.
         start: the place from which to go on.
-        visible: whether to show how far the documents before it have been read.
 
     Raises:
         ValueError: an epoch is shorter than one row.
@@ -212,7 +214,6 @@ class StreamedRows:
         packing: bool = True,
         name: str = "",
         start: Place | None = None,
-        visible: bool = False,
     ):
         start = start or Place(counts=np.zeros(largest_id(tokenizer) + 1, np.int64))
         self.documents = documents
@@ -221,7 +222,6 @@ class StreamedRows:
         self.sequence_length = sequence_length
         self.packing = packing
         self.name = name
-        self.visible = visible
         self._position = self._used = start.row
         self._unused: collections.deque = collections.deque()  # labels of rows that have been read, and not trained on
         self._counts = start.counts.copy()
@@ -235,19 +235,25 @@ class StreamedRows:
         """Each row, (1, L) arrays, epoch after epoch."""
         layout = self._packed if self.packing else self._padded
         while True:
-            texts = (text for _, text in self.documents.epoch(start.epoch))
-            before = itertools.islice(texts, start.documents)
-            bar = {"unit": " documents", "delay": 2, "leave": False, "disable": not self.visible}
-            for _ in tqdm(before, "reading up to the checkpoint", start.documents, **bar):
-                pass
-            yield from layout(encode(self.tokenizer, texts), start)
+            positions: collections.deque[Position] = collections.deque()
+            yield from layout(self._parts(start, positions), positions, start)
             start = Place(epoch=start.epoch + 1)
 
-    def _note(self, epoch: int, documents: int, rows: int, rest: TokenStream | None = None) -> None:
+    def _parts(self, start: Place, positions: collections.deque[Position]) -> Iterator[TokenStream]:
+        """The rest of an epoch, tokenised; `positions` gets those behind its documents."""
+
+        def texts():
+            for document in self.documents.epoch(start.epoch, start.position):
+                positions.append(document.after)
+                yield document.text
+
+        return encode(self.tokenizer, texts())
+
+    def _note(self, epoch: int, position: Position, rows: int, rest: TokenStream | None = None) -> None:
         """That the next part can be gone on from."""
         with self._lock:
             counts = self._counts + self._counted(np.array(self._unused, np.int64))
-            place = Place(self._position, epoch, documents, rows, counts=counts)
+            place = Place(self._position, epoch, position, rows, counts=counts)
             if rest is not None:
                 place.tokens, place.starts = rest.tokens, rest.starts
             self._places.append(place)
@@ -257,13 +263,16 @@ class StreamedRows:
         with self._lock:
             return self._places[0]
 
-    def _packed(self, parts: Iterable[TokenStream], start: Place) -> Iterator[dict[str, np.ndarray]]:
+    def _packed(
+        self, parts: Iterable[TokenStream], positions: collections.deque[Position], start: Place
+    ) -> Iterator[dict[str, np.ndarray]]:
         """The last tokens of an epoch that fill no row are left out."""
         rest = TokenStream(start.tokens, start.starts) if len(start.tokens) else None
-        rows_seen, documents = start.rows, start.documents
+        rows_seen, position = start.rows, start.position
         for part in parts:
-            self._note(start.epoch, documents, rows_seen, rest)
-            documents += len(part.starts)
+            self._note(start.epoch, position, rows_seen, rest)
+            for _ in part.starts:
+                position = positions.popleft()
             stream = part if rest is None else concatenate([rest, part])
             rows = count_rows(stream, self.sequence_length)
             for row in range(rows):
@@ -276,14 +285,17 @@ class StreamedRows:
         if rows_seen == 0:
             raise _too_short(0 if rest is None else len(rest.tokens), self.sequence_length)
 
-    def _padded(self, parts: Iterable[TokenStream], start: Place) -> Iterator[dict[str, np.ndarray]]:
-        documents = start.documents
+    def _padded(
+        self, parts: Iterable[TokenStream], positions: collections.deque[Position], start: Place
+    ) -> Iterator[dict[str, np.ndarray]]:
+        rows_seen, position = start.rows, start.position
         for part in parts:
-            self._note(start.epoch, documents, documents)
+            self._note(start.epoch, position, rows_seen)
             for document in range(len(part.starts)):
+                position = positions.popleft()
                 yield pad(part, np.array([document]), self.sequence_length)
-            documents += len(part.starts)
-        if documents == 0:
+            rows_seen += len(part.starts)
+        if rows_seen == 0:
             raise _too_short(0, self.sequence_length)
 
     def take(self, first: int, count: int) -> dict[str, np.ndarray]:

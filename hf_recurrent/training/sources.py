@@ -16,14 +16,13 @@ from tqdm.auto import tqdm
 from ..hub import access
 from ..messages import first_line
 from .data_arguments import DataArguments, SourceArguments
-from .documents import Corpus, Documents, Part, chained, split
+from .documents import Corpus, Documents, Part, chained, in_random_order, split
 
 # Folders of the standard library that hold tests or other people's packages.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 COMPRESSIONS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 LOADERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 STREAMED_VALIDATION = 500  # documents held out of a stream, unless --max-validation-documents says otherwise
-SHUFFLE_BUFFER = 10_000  # documents of a stream shuffled at a time
 
 
 def stdlib_documents(root: Path | None = None) -> Documents:
@@ -176,7 +175,7 @@ def dataset_documents(
 ) -> Documents:
     """Documents of a dataset on the Hub or in a folder, by `datasets.load_dataset`. A document's key is its text.
 
-    With `streaming`, `epoch(n)` iterates in an order that is a function of the seed and n.
+    With `streaming`, `epoch(n)` iterates in the order of `in_random_order`; `max_documents` are one shard then.
 
     Raises:
         ValueError: there is no such dataset, configuration, split or column.
@@ -195,13 +194,9 @@ def dataset_documents(
     if max_documents is not None:
         dataset = dataset.take(max_documents if streaming else min(max_documents, len(dataset)))
 
-    def read(epoch):
-        order = dataset
-        if streaming and epoch is not None:
-            order = dataset.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-            order.set_epoch(epoch)
+    def texts(records):
         try:
-            yield from ((text, text) for text in _column(order, text_column, name))
+            yield from _column(records, text_column, name)
         except _NoText:
             raise
         except Exception as error:
@@ -209,7 +204,18 @@ def dataset_documents(
             reason = reason or f"cannot be read: {access.reason(error, name)}"
             raise ValueError(f"--dataset {where}: {reason}") from error
 
-    return Documents(read)
+    def read(epoch):
+        return ((text, text) for text in texts(dataset))
+
+    if not streaming:
+        return Documents(read)
+    shards = 1 if max_documents is not None else dataset.num_shards
+
+    def shard(number, count):
+        one = dataset if shards == 1 else dataset.shard(shards, number)
+        return texts(one.skip(count) if count else one)
+
+    return Documents(read, lambda epoch, start: in_random_order(shard, shards, seed, epoch, start))
 
 
 def check_shards(name: str, config: str | None, split: str) -> None:

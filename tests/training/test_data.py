@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer
 
 from hf_recurrent.modeling.model import IGNORED
 from hf_recurrent.training.arguments import DataArguments
-from hf_recurrent.training.documents import Documents, in_validation, split
+from hf_recurrent.training.documents import Documents, in_random_order, in_validation, split
 from hf_recurrent.training.mixing import BLOCK, MixedRows
 from hf_recurrent.training.rows import Place, ShuffledRows, StreamedRows, count_rows, count_targets, pack, pad
 from hf_recurrent.training.sources import dataset_documents, expand, file_documents, load_corpus, stdlib_documents
@@ -320,7 +320,7 @@ def test_no_validation_share():
 
 
 def test_the_standard_library():
-    docs = dict(iter(stdlib_documents()))
+    docs = {document.key: document.text for document in stdlib_documents()}
     names = list(docs)
     assert names == sorted(names) and len(names) > 300
     assert docs["argparse.py"] == Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
@@ -333,7 +333,8 @@ def test_undecodable_files_tests_and_packages_are_left_out(tmp_path):
         (tmp_path / name).write_text(f"# {name}\r\n", newline="")
     (tmp_path / "latin.py").write_bytes(b"# \xe9")
     (tmp_path / "empty.py").write_text("")
-    assert list(stdlib_documents(tmp_path)) == [(n, f"# {n}\r\n") for n in ("a.py", "b.py", "p/m.py")]
+    found = [(document.key, document.text) for document in stdlib_documents(tmp_path)]
+    assert found == [(n, f"# {n}\r\n") for n in ("a.py", "b.py", "p/m.py")]
 
 
 def write_files(folder):
@@ -419,9 +420,52 @@ def test_a_dataset(dataset_folder, streaming):
     assert texts_of(docs) == expected
     few = dataset_documents(dataset_folder, None, "train", "content", streaming=streaming, max_documents=4)
     assert texts_of(few) == expected[:4]
-    orders = [[text for _, text in docs.epoch(epoch)] for epoch in (0, 1, 0)]
+    orders = [[document.text for document in docs.epoch(epoch)] for epoch in (0, 1, 0)]
     assert orders[0] == orders[2] and sorted(orders[0]) == sorted(orders[1]) == sorted(expected)
     assert (orders[0] != orders[1]) == streaming  # loaded rows are shuffled once they are packed
+
+
+@given(
+    sizes=st.lists(st.integers(0, 7), min_size=1, max_size=6), epoch=st.integers(0, 3), share=st.sampled_from([0, 0.4])
+)
+@settings(max_examples=40, deadline=None)
+def test_a_random_order_goes_on_from_every_position(sizes, epoch, share):
+    shards = [[f"{shard} {number}" for number in range(size)] for shard, size in enumerate(sizes)]
+
+    def seek(epoch, start):
+        return in_random_order(lambda shard, count: iter(shards[shard][count:]), len(shards), 5, epoch, start)
+
+    docs = Documents(lambda epoch: ((text, text) for texts in shards for text in texts), seek)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_recurrent.training.documents.SHUFFLED", 4)
+        if share and sum(sizes):
+            docs, _ = split(docs, share)
+        whole = list(docs.epoch(epoch))
+        assert sorted(document.text for document in whole) == sorted(texts_of(docs))
+        for number, document in enumerate(whole, 1):
+            assert list(docs.epoch(epoch, document.after)) == whole[number:]
+
+
+def test_a_stream_goes_on_without_the_shards_before(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_recurrent.training.documents.SHUFFLED", 8)
+    for shard in range(5):
+        lines = "".join(json.dumps({"text": f"{shard} {number}"}) + "\n" for number in range(11))
+        (tmp_path / f"train-{shard}.jsonl").write_text(lines)
+    docs = dataset_documents(str(tmp_path), None, "train", "text", streaming=True, seed=1)
+    whole = [list(docs.epoch(epoch)) for epoch in (0, 1)]
+    assert len({document.text for document in whole[0]}) == 55
+    order = [[document.text.split()[0] for document in documents] for documents in whole]
+    assert len(set(order[0][:8])) == 1 and order[0] != order[1]  # one shard after the other
+    position = whole[1][36].after
+    for shard in set(order[1][:16]):
+        (tmp_path / f"train-{shard}.jsonl").write_text("no longer there")
+    assert list(docs.epoch(1, position)) == whole[1][37:]
+
+
+def test_a_place_of_an_older_version_is_refused(tmp_path):
+    np.savez(tmp_path / "place.npz", row=3, epoch=0, documents=2, rows=3)
+    with pytest.raises(ValueError, match="its stream is in the order of an older version"):
+        Place.load(tmp_path / "place.npz")
 
 
 def test_a_dataset_that_is_not_there(dataset_folder, tmp_path):
