@@ -1,5 +1,6 @@
 """What folders hold: runs on tasks and on text, perplexities by position, lm-eval's results."""
 
+import inspect
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import yaml
 
 from ..files import UNFINISHED
 from ..messages import first_line
+from ..tasks import TASKS
 from ..tasks.checkpoints import SETTINGS
 from ..tasks.settings import PEERS, TRAINABLE
 from ..training.curves import short_names
@@ -26,6 +28,10 @@ FIELDS = {
     "learning_rate": (int, float), "weight_decay": (int, float), "eval_examples": int, "seed": int, "parameters": int,
     "curve": list,
 }  # fmt: skip
+
+# What makes two runs the same but for their seed, beside the sizes, the configuration and what they started from.
+ALIKE = ("task", "model_type", "max_steps", "batch_size", "learning_rate", "weight_decay", "eval_examples")
+DEFAULT_CONFIG = {"hidden_size": 64, "num_hidden_layers": 2}
 
 
 class Unreadable(ValueError):
@@ -47,6 +53,28 @@ class TaskRun:
     @property
     def value(self) -> float:
         return self.result[self.metric]
+
+    @property
+    def start(self) -> str | None:
+        """The name of the earlier run whose weights it began with."""
+        start = self.result.get("start_from")
+        return Path(start).name if isinstance(start, str) else None
+
+    @property
+    def sizes(self) -> dict:
+        """The arguments of the task's function, those that were not given too."""
+        arguments = list(inspect.signature(TASKS[self.result["task"]]).parameters.values())[2:]
+        return {argument.name: argument.default for argument in arguments} | self.result["sizes"]
+
+    @property
+    def config(self) -> dict:
+        return DEFAULT_CONFIG | self.result["config"]
+
+    @property
+    def training(self) -> str:
+        """Equal for runs that differ in their seed alone."""
+        settings = [*(self.result[name] for name in ALIKE), self.start, self.result["parameters"]]
+        return json.dumps([settings, self.sizes, self.config], sort_keys=True)
 
 
 @dataclass
@@ -157,7 +185,11 @@ def _task(runs: Runs, folder: Path, name: str) -> None:
         raise Unreadable(f"{TASK} has no result that is a finite number")
     if not all(is_number(p.get("step")) for p in result["curve"]):
         raise Unreadable(f"{TASK} has a curve without steps")
-    runs.tasks.append(TaskRun(folder, name, result))
+    run = TaskRun(folder, name, result)
+    for other in runs.tasks:
+        if (other.training, other.result["seed"]) == (run.training, result["seed"]):
+            raise Unreadable(f"the same training with the same seed as {other.name}, which counts once")
+    runs.tasks.append(run)
 
 
 def _text(runs: Runs, folder: Path, name: str) -> None:

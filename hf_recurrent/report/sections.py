@@ -1,22 +1,19 @@
 """What a report says: its sections, from the runs that were gathered."""
 
-import inspect
 import json
 import math
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, stdev
 
 from .. import __version__
 from ..evaluation.tables import PAPER_TASKS, paper_table
 from ..hub.card import NAMES
 from ..messages import counted, first_line
-from ..tasks import TASKS
 from ..training.curves import DEFAULT
 from . import papers, pictures
 from .page import Code, Picture, Section, Table
-from .runs import Measured, Runs, TaskRun, TextRun, is_number
+from .runs import ALIKE, Measured, Runs, TaskRun, TextRun, is_number
 
 TITLES = {
     "selective_copying": "Selective copying",
@@ -28,11 +25,6 @@ TITLES = {
     "tones": "Tones, at two sampling rates",
     "pathfinder": "Pathfinder",
 }
-# What makes two runs the same but for their seed.
-SETTINGS = (
-    "task", "sizes", "model_type", "config", "max_steps", "batch_size", "learning_rate", "weight_decay",
-    "eval_examples", "parameters",
-)  # fmt: skip
 WORDS = {"num_hidden_layers": "layers", "hidden_size": "width"}
 QUANTITIES = ("length", "pairs", "hidden_size", "num_hidden_layers")  # a metric is drawn against each that varies
 SHOWN_PER_CENT = 2  # decimals
@@ -58,12 +50,8 @@ class Group:
         return stdev(run.value for run in self.runs) if len(self.runs) > 1 else None
 
     def quantity(self, name: str) -> float | None:
-        """What a picture is drawn over: of the model, or of the task, where it says nothing the default."""
-        if name in ("hidden_size", "num_hidden_layers"):
-            value = self.first["config"].get(name, {"hidden_size": 64, "num_hidden_layers": 2}[name])
-        else:
-            default = inspect.signature(TASKS[self.first["task"]]).parameters.get(name)
-            value = self.first["sizes"].get(name, None if default is None else default.default)
+        """What a picture is drawn over: of the task, or of the model."""
+        value = (self.runs[0].config | self.runs[0].sizes).get(name)
         return value if is_number(value) else None
 
 
@@ -109,31 +97,33 @@ def _name(model_type: str) -> str:
     return NAMES.get(model_type, "Transformers' Mamba" if model_type == "mamba" else model_type)
 
 
-def _steps(result: dict) -> str:
-    start = _start(result)
-    return f"{result['max_steps']:,} × {result['batch_size']:,}" + (f", after {start}" if start else "")
+def _steps(run: TaskRun) -> str:
+    result = run.result
+    return f"{result['max_steps']:,} × {result['batch_size']:,}" + (f", after {run.start}" if run.start else "")
 
 
-def _start(result: dict) -> str | None:
-    """The name of the earlier run whose weights one began with."""
-    start = result.get("start_from")
-    return Path(start).name if isinstance(start, str) else None
+def _rate(result: dict) -> str:
+    decay = result["weight_decay"]
+    return f"{result['learning_rate']:g}" + (f", weight decay {decay:g}" if decay else "")
 
 
 def groups(runs: list[TaskRun]) -> list[Group]:
     """In the order of the families, the models' sizes and the tasks'."""
     found: dict[str, list[TaskRun]] = {}
     for run in runs:
-        key = json.dumps([*(run.result[name] for name in SETTINGS), _start(run.result)], sort_keys=True)
-        found.setdefault(key, []).append(run)
+        found.setdefault(run.training, []).append(run)
     keyed = [Group(sorted(runs, key=lambda run: run.result["seed"])) for runs in found.values()]
-    keyed.sort(key=lambda group: (group.first["model_type"], group.first["parameters"], str(group.first["sizes"])))
-    return keyed
+
+    def place(group: Group) -> tuple:
+        sizes = [size if is_number(size) else math.inf for size in group.runs[0].sizes.values()]
+        return group.first["model_type"], group.first["parameters"], sizes
+
+    return sorted(keyed, key=place)
 
 
 def _task(task: str, runs: list[TaskRun], gathered: Runs, with_papers: bool) -> Section:
     found, section = groups(runs), Section(TITLES[task])
-    columns = ["model", "parameters", "model's sizes", "task's sizes", "steps × batch", "seeds"]
+    columns = ["model", "parameters", "model's sizes", "task's sizes", "steps × batch", "learning rate", "seeds"]
     metrics = {run.metric for run in runs}
     columns += ["mean squared error" if metrics == {"mse"} else "accuracy", "the paper's", "its setting", "minutes"]
     rows, stood_beside = [], []
@@ -143,14 +133,14 @@ def _task(task: str, runs: list[TaskRun], gathered: Runs, with_papers: bool) -> 
         minutes = [run.result["seconds"] / 60 for run in group.runs if is_number(run.result.get("seconds"))]
         rows.append([
             _name(first["model_type"]), f"{first['parameters']:,}", _items(first["config"]), _items(first["sizes"]),
-            _steps(first), str(len(group.runs)),
+            _steps(group.runs[0]), _rate(first), str(len(group.runs)),
             said(group.runs[0].metric, group.mean, group.deviation), figure.value if figure else "–",
             f"{figure.setting} ({figure.source})" if figure else "–", f"{mean(minutes):.1f}" if minutes else "–",
         ])  # fmt: skip
     for figure in papers.FIGURES if with_papers else ():
         if figure.task == task and figure not in stood_beside:
             place = f"{figure.setting} ({figure.source})"
-            blank = [_name(figure.model_type), "–", _items(figure.config), "–", "–", "0"]
+            blank = [_name(figure.model_type), "–", _items(figure.config), "–", "–", "–", "0"]
             rows.append([*blank, "not run", figure.value, place, "–"])
     section.parts.append(Table(columns, rows))
     section.parts += _at_half_rate(found)
@@ -176,8 +166,10 @@ def _labelled(found: list[Group], without: tuple[str, ...] = ()) -> dict[str, Gr
     for group in found:
         first = group.first
         fact = {"model": _name(first["model_type"]), **first["sizes"], **first["config"]}
-        training = {"steps": first["max_steps"], "batch": first["batch_size"], "lr": first["learning_rate"]}
-        fact |= training | {"decay": first["weight_decay"], "examples": first["eval_examples"], "after": _start(first)}
+        # The pendulum has "steps" of its own.
+        training = {"training steps": first["max_steps"], "batch": first["batch_size"], "lr": first["learning_rate"]}
+        training |= {"decay": first["weight_decay"], "examples": first["eval_examples"], "after": group.runs[0].start}
+        fact |= training
         facts.append({name: value for name, value in fact.items() if name not in without})
     names = list(dict.fromkeys(name for fact in facts for name in fact))
     varies = [name for name in names if name != "model" and len({str(fact.get(name)) for fact in facts}) > 1]
@@ -185,6 +177,8 @@ def _labelled(found: list[Group], without: tuple[str, ...] = ()) -> dict[str, Gr
         ", ".join([fact["model"], *(f"{_word(name)} {fact[name]}" for name in varies if fact.get(name) is not None)])
         for fact in facts
     ]
+    # What is told apart by nothing that is said here, as by the version of the code, by a number.
+    labels = [f"{x} ({labels[:i].count(x) + 1})" if labels.count(x) > 1 else x for i, x in enumerate(labels)]
     return dict(zip(labels, found, strict=True))
 
 
@@ -196,9 +190,9 @@ def _sweeps(task: str, found: list[Group]) -> list[Picture]:
         for group in found:
             if group.quantity(quantity) is None:
                 continue
-            first = group.first
-            kinds = [{k: v for k, v in first[kind].items() if k != quantity} for kind in ("sizes", "config")]
-            key = json.dumps([first["model_type"], first["max_steps"], first["batch_size"], *kinds], sort_keys=True)
+            run = group.runs[0]
+            kinds = [{k: v for k, v in kind.items() if k != quantity} for kind in (run.sizes, run.config)]
+            key = json.dumps([*(run.result[name] for name in ALIKE), run.start, *kinds], sort_keys=True)
             lines.setdefault(key, []).append(group)
         kept = [line for line in lines.values() if len({group.quantity(quantity) for group in line}) > 1]
         if not kept:
@@ -354,7 +348,7 @@ def command(run: TaskRun) -> str:
     }  # fmt: skip
     for name in ("max_steps", "batch_size", "learning_rate", "weight_decay", "eval_examples", "seed"):
         flags[f"--{name.replace('_', '-')}"] = result[name]
-    flags["--start-from"] = None if _start(result) is None else f"runs/{_start(result)}"
+    flags["--start-from"] = None if run.start is None else f"runs/{run.start}"
     flags["--output-dir"] = f"runs/{run.name}"
     words = [word for flag, value in flags.items() if value not in (None, "", 0.0) for word in (flag, str(value))]
     return shlex.join(["hf-recurrent", "train", *words, *(["--cpu"] if result.get("device") == "cpu" else [])])

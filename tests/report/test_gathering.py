@@ -6,10 +6,11 @@ import re
 from statistics import stdev
 
 import pytest
+from matplotlib.figure import Figure
 
 from hf_recurrent import cli
 from hf_recurrent.report import gather, pictures
-from hf_recurrent.report.sections import command, groups
+from hf_recurrent.report.sections import command, groups, sections
 from hf_recurrent.tasks.settings import TaskTraining
 from hf_recurrent.tasks.train import train_task
 
@@ -195,3 +196,77 @@ def test_long_labels_stand_whole_under_a_picture():
         for text in figure.legends[0].get_texts():
             extent = text.get_window_extent()
             assert 0 <= extent.x0 and extent.x1 <= figure.bbox.width
+
+
+PLAIN = {
+    "task": "associative_recall", "sizes": {}, "model_type": "mingru", "config": {}, "max_steps": 4, "batch_size": 2,
+    "learning_rate": 0.003, "weight_decay": 0.0, "eval_examples": 4, "seed": 0, "parameters": 9, "metric": "accuracy",
+    "accuracy": 0.5, "curve": [{"step": 4, "loss": 1.0, "accuracy": 0.5, "mse": 0.5}],
+}  # fmt: skip
+
+
+def gathered(folder, **runs):
+    """What is gathered from files of results with these differences from PLAIN."""
+    for name, changes in runs.items():
+        (folder / name).mkdir()
+        (folder / name / "task.json").write_text(json.dumps(PLAIN | changes))
+    return gather([folder])
+
+
+def section(runs):
+    """The table of the one task, as a list of rows by column, and its pictures by name."""
+    _, found, *_ = sections(runs)
+    table, *parts = found.parts
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows], {part.name: part for part in parts}
+
+
+def test_a_copy_of_a_run_is_no_other_seed(tmp_path):
+    runs = gathered(tmp_path, a={}, b={"seed": 1, "accuracy": 0.7}, copy={}, longer={"max_steps": 5})
+    assert [run.name for run in runs.tasks] == ["a", "b", "longer"]
+    assert runs.passed_over == [("copy", "the same training with the same seed as a, which counts once")]
+    first, second = groups(runs.tasks)
+    assert (len(first.runs), first.mean, first.deviation) == (2, pytest.approx(0.6), pytest.approx(stdev([0.5, 0.7])))
+
+
+def test_a_size_that_is_the_default_is_the_same_as_none(tmp_path):
+    spelt = {"sizes": {"length": 512}, "config": {"hidden_size": 64, "num_hidden_layers": 2}, "seed": 1}
+    (group,) = groups(gathered(tmp_path, a={}, b=spelt).tasks)
+    assert len(group.runs) == 2
+
+
+def test_runs_with_other_learning_rates_are_told_apart(tmp_path):
+    lengths, rates = (64, 128, 512), (0.001, 0.003)
+    runs = gathered(
+        tmp_path,
+        **{f"{n}-{rate}": {"sizes": {"length": n}, "learning_rate": rate} for n in lengths for rate in rates},
+        decayed={"sizes": {"length": 64}, "weight_decay": 0.1},
+    )
+    rows, drawn = section(runs)
+    assert [row["task's sizes"] for row in rows] == ["length 64"] * 3 + ["length 128"] * 2 + ["length 512"] * 2
+    assert sorted(row["learning rate"] for row in rows[:3]) == ["0.001", "0.003", "0.003, weight decay 0.1"]
+    figure = Figure()
+    drawn["associative_recall-sizes"].draw(figure)
+    lines = [container.lines[0].get_xdata().tolist() for container in figure.axes[0].containers]
+    assert lines == [list(lengths)] * 2
+
+
+def test_sizes_may_be_called_like_settings(tmp_path):
+    """The pendulum has steps of its own."""
+    runs = gathered(
+        tmp_path,
+        **{
+            f"{steps}-{width}": {
+                "task": "pendulum", "model_type": "s5", "sizes": {"steps": steps}, "config": {"hidden_size": width},
+                "metric": "mse", "mse": 0.1,
+            }
+            for steps in (25, 50) for width in (32, 64)
+        },
+        later={"task": "pendulum", "model_type": "s5", "metric": "mse", "mse": 0.1, "parameters": 10},
+    )  # fmt: skip
+    _, drawn = section(runs)
+    for name, number in (("pendulum-learning", 5), ("pendulum-sizes", 2)):
+        figure = Figure((9, 4))
+        drawn[name].draw(figure)
+        (legend,) = figure.legends or [figure.axes[0].get_legend()]
+        labels = [text.get_text() for text in legend.get_texts()]
+        assert len(set(labels)) == len(labels) == number
