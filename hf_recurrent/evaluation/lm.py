@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ..modeling import FAMILIES, RecurrentCache
 from .prefixes import Segment, prefix_tree
-from .scoring import Reader, gather, score
+from .scoring import Reader, score
 
 AUTO_BATCH_SIZE = 64
 NO_LIMIT = 1 << 40  # tokens
@@ -223,7 +223,7 @@ class RecurrentLM(HFLM):
         read = [leaf for leaf in leaves if len(leaf)]  # a prompt of one token starts from nothing
         cache = self._reader.read(read) if read else None
         places = {leaf: (cache, row) for row, leaf in enumerate(read)}
-        cache = gather([places.get(leaf) for leaf in leaves], self.model.config)
+        cache = self._reader.gather([places.get(leaf) for leaf in leaves])
         cache.seen_tokens = context.shape[1] - 1
         return cache
 

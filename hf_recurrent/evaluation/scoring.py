@@ -59,7 +59,7 @@ class Reader:
             ids[row, : len(segment)], mask[row, : len(segment)] = segment.own_tokens, True
         wanted = np.zeros_like(mask) if wanted is None else wanted
         ids, mask, keep = (torch.from_numpy(array).to(device) for array in (ids, mask, wanted))
-        cache = gather([segment.parent.state for segment in segments], self.model.config)
+        cache = self.gather([segment.parent.state for segment in segments])
         width = self.width(len(segments))
         for first in range(0, longest, width):
             piece = slice(first, first + width)
@@ -76,6 +76,37 @@ class Reader:
         self._keep_states(segments, cache)
         return cache
 
+    @torch.no_grad()
+    def gather(self, states: Sequence[tuple[RecurrentCache, int] | None]) -> RecurrentCache:
+        """A cache with a copy of each of these rows of other caches; None stands for the state that texts start from.
+        If all of them are None, the cache is empty."""
+        result = RecurrentCache(self.model.config)
+        caches = list({id(state[0]): state[0] for state in states if state is not None}.values())
+        if not caches:
+            return result
+        if None in states:
+            caches.append(self._start(caches[0]))
+        ends = np.cumsum([0, *(cache.batch_size for cache in caches)]).tolist()
+        first_rows = dict(zip(map(id, caches), ends, strict=False))
+        rows = torch.tensor([ends[-2] if state is None else first_rows[id(state[0])] + state[1] for state in states])
+        for index, layer in enumerate(result.layers):
+            for name, state in caches[0].layers[index].states.items():
+                parts = [cache.layers[index].states[name] for cache in caches]
+                layer.states[name] = (parts[0] if len(parts) == 1 else torch.cat(parts))[rows.to(state.device)]
+        return result
+
+    def _start(self, like: RecurrentCache) -> RecurrentCache:
+        """One row with the state that texts start from."""
+        if not self.model.config.learned_initial_state:
+            start = like[:1]
+            for layer in start.layers:
+                for state in layer.states.values():
+                    state.zero_()
+            return start
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+        with self.autocast():  # a token that is masked leaves the state as it is
+            return self.model(ids, attention_mask=ids, use_cache=True).past_key_values
+
     def _keep_states(self, segments: Sequence[Segment], cache: RecurrentCache) -> None:
         rows = [row for row, segment in enumerate(segments) if segment.children]
         if rows:
@@ -86,23 +117,6 @@ class Reader:
             segment.parent.unread -= 1
             if segment.parent.unread == 0:
                 segment.parent.state = None
-
-
-def gather(states: Sequence[tuple[RecurrentCache, int] | None], config) -> RecurrentCache:
-    """A cache with a copy of each of these rows of other caches; None stands for the initial state, which is zero."""
-    result = RecurrentCache(config)
-    caches = list({id(state[0]): state[0] for state in states if state is not None}.values())
-    if not caches:
-        return result
-    sizes = [cache.batch_size for cache in caches]
-    first_rows = dict(zip(map(id, caches), np.cumsum([0, *sizes]).tolist(), strict=False))
-    rows = torch.tensor([sum(sizes) if state is None else first_rows[id(state[0])] + state[1] for state in states])
-    for index, layer in enumerate(result.layers):
-        for name, state in caches[0].layers[index].states.items():
-            parts = [cache.layers[index].states[name] for cache in caches]
-            parts += [torch.zeros_like(state[:1])] if None in states else []
-            layer.states[name] = (parts[0] if len(parts) == 1 else torch.cat(parts))[rows.to(state.device)]
-    return result
 
 
 def score(

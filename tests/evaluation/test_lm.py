@@ -139,6 +139,20 @@ def test_generation(kind, batch_size):
     assert not ours._prefixes
 
 
+def test_generation_starts_from_the_learned_state():
+    tokens = tokenizer("bytes")
+    weights = model(len(tokens), learned_initial_state=True)
+    with torch.no_grad():
+        for layer in weights.model.layers:
+            layer.mixer.initial_state.fill_(5)
+    prompts = [f"{SHOTS}Question: {q}?\nAnswer:" for q in ("who", "what")] + ["The cat", "The", "T"]
+    requests = instances("generate_until", [(prompt, {"until": [], "max_gen_toks": 6}) for prompt in prompts])
+    ours = RecurrentLM(weights, tokenizer=tokens, batch_size=3)
+    theirs = HFLM(weights, tokenizer=tokens, batch_size=3, max_length=1 << 20)
+    expected, given = (lm.generate_until(requests, disable_tqdm=True) for lm in (theirs, ours))
+    assert given == expected
+
+
 def test_each_shared_beginning_is_read_once():
     ours, _ = both("bytes", 4)
     seen = []

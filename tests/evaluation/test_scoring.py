@@ -92,6 +92,31 @@ def test_scores_are_those_of_each_text_alone(config_class, batch_size):
         assert result[1] == expected[1]
 
 
+@pytest.mark.parametrize("config_class", FAMILIES, ids=lambda c: c.model_type)
+def test_texts_start_from_the_learned_state(config_class):
+    """In batches, too, whose other rows go on from what was read."""
+    model = language_model(config_class, **FAMILIES[config_class], learned_initial_state=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("initial_state"):
+                parameter.normal_()
+    rng, mixed = np.random.default_rng(0), 0
+    alike = rng.integers(29, size=20).tolist()
+    requests = [(alike + [n], [n]) for n in range(8)] + [([n], [n + 1, 2]) for n in range(12)]
+    reader = Reader(model)
+    gather = reader.gather
+
+    def watched(states):
+        nonlocal mixed
+        mixed += len({state is None for state in states}) == 2
+        return gather(states)
+
+    reader.gather = watched
+    for request, (value, _) in zip(requests, score(reader, requests, 3), strict=True):
+        assert value == pytest.approx(alone(model, *request)[0], rel=1e-10)
+    assert mixed
+
+
 def test_greedy_continuations_are_found():
     model = language_model()
     ids = model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=5, do_sample=False)[0].tolist()
