@@ -17,7 +17,6 @@ from ..modeling import FAMILIES, RecurrentCache
 from .prefixes import Segment, prefix_tree
 from .scoring import Reader, score
 
-AUTO_BATCH_SIZE = 64
 NO_LIMIT = 1 << 40  # tokens
 TOKENIZED_AHEAD = 1024  # requests
 # What prompts begin with is read in a call of its own, and its state kept until the last of them, if that saves so many
@@ -40,8 +39,8 @@ class RecurrentLM(HFLM):
 
     Args:
         pretrained: a folder, a name on the Hub, or a model.
-        batch_size: texts that are read at once; "auto" is 64. Long ones are read piece by piece, so that memory does
-            not depend on their length.
+        batch_size: texts that are read at once; "auto" is `max_batch_size`, 64 by default. Long ones are read piece by
+            piece, so that memory does not depend on their length.
         max_length: tokens of a text that are read, the last ones, as lm-eval's `hf` does; by default all of them,
             however many: these models have no limit, and `hf` takes 2048.
         kwargs: those of lm-eval's `HFLM`.
@@ -67,10 +66,10 @@ class RecurrentLM(HFLM):
 
     @property
     def _rows(self) -> int:
-        return AUTO_BATCH_SIZE if self.batch_size == "auto" else self.batch_size
+        return self.max_batch_size if self.batch_size == "auto" else self.batch_size
 
     def _detect_batch_size(self, requests: Sequence | None = None, pos: int = 0) -> int:
-        return AUTO_BATCH_SIZE
+        return self.max_batch_size
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         dtype = self.mixed_precision_dtype

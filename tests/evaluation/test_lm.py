@@ -153,6 +153,17 @@ def test_generation_starts_from_the_learned_state():
     assert given == expected
 
 
+def test_the_largest_batch_that_auto_may_choose():
+    tokens, seen = tokenizer("bytes"), []
+    weights = model(len(tokens))
+    weights.register_forward_pre_hook(lambda m, args, kwargs: seen.append(args[0].shape[0]), with_kwargs=True)
+    for largest in (1, 3):
+        seen.clear()
+        lm = RecurrentLM(weights, tokenizer=tokens, batch_size="auto", max_batch_size=largest)
+        lm.loglikelihood(instances("loglikelihood", PAIRS), True)
+        assert max(seen) == largest
+
+
 def test_each_shared_beginning_is_read_once():
     ours, _ = both("bytes", 4)
     seen = []
