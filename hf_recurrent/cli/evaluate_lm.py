@@ -2,11 +2,11 @@
 
 import argparse
 import logging
-import os
 import sys
+import warnings
 from pathlib import Path
 
-from .parser import Parser, add_model_flags, check_writable, load_model_and_tokenizer, number
+from .parser import Parser, add_model_flags, add_output_folder, check_output_folder, load_model_and_tokenizer, number
 
 
 def _rows(text: str) -> int | str:
@@ -65,9 +65,7 @@ examples:
         metavar="DIR",
         help="folders of task files of your own; they may run code",
     )
-    add(
-        "--output", metavar="DIR", help="also write lm-eval.json there, and keep there what an interrupted run has done"
-    )
+    add_output_folder(parser, "also write lm-eval.json there, and keep there what an interrupted run has done")
     return parser
 
 
@@ -87,9 +85,8 @@ def run(argv: list[str]) -> int:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant to be so
     output = None if args.output is None else Path(args.output)
     if output is not None:
-        os.makedirs(output, exist_ok=True)
-        check_writable("--output", str(output / "lm-eval.json"))
-    names = list(dict.fromkeys(filter(None, args.tasks.split(","))))
+        check_output_folder(args, "lm-eval.json")
+    names = list(dict.fromkeys(filter(None, map(str.strip, args.tasks.split(",")))))
     manager = find_tasks(names, args.include_path, lambda: print("Reading lm-eval's list of tasks", file=sys.stderr))
     tasks = load_tasks(manager, names)
     model, tokenizer = load_model_and_tokenizer(args)
@@ -100,6 +97,10 @@ def run(argv: list[str]) -> int:
         if output is not None:
             print(f"What is done is kept in {output}; the same command goes on from there", file=sys.stderr)
         raise
+    if args.num_fewshot:
+        fixed = [task for task in results["configs"] if results["n-shot"].get(task) == 0]
+        if fixed:  # lm-eval's rule: who writes a task without examples has meant it
+            warnings.warn(f"--num-fewshot: the files of {', '.join(fixed)} say 0, which stays", stacklevel=1)
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))

@@ -1,10 +1,9 @@
 """`hf-recurrent evaluate perplexity`: of a text of any length, by position."""
 
-import os
 from pathlib import Path
 
 from ..messages import counted
-from .parser import Parser, add_model_flags, check_writable, load_model_and_tokenizer, number
+from .parser import Parser, add_model_flags, add_output_folder, check_output_folder, load_model_and_tokenizer, number
 
 
 def _parser() -> Parser:
@@ -28,7 +27,7 @@ examples:
         help="start again from nothing after N tokens (default: read on to the end)",
     )
     add("--chunk-size", type=number(int, 1), default=1024, metavar="N", help="tokens that are read at once")
-    add("--output", metavar="DIR", help="also write perplexity.json and perplexity.png there")
+    add_output_folder(parser, "also write perplexity.json and perplexity.png there")
     return parser
 
 
@@ -46,8 +45,7 @@ def run(argv: list[str]) -> int:
 
     files = expand(args.data_files, "--data-files")
     if args.output is not None:
-        os.makedirs(args.output, exist_ok=True)
-        check_writable("--output", os.path.join(args.output, "perplexity.json"))
+        check_output_folder(args, "perplexity.json")
     model, tokenizer = load_model_and_tokenizer(args)
     texts = list(file_documents(files, "text").texts())
     text_bytes = sum(len(text.encode()) for text in texts)
@@ -58,7 +56,10 @@ def run(argv: list[str]) -> int:
         for token in tokenizer(piece, add_special_tokens=False)["input_ids"]
     )
     with tqdm(desc="reading", unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
-        result = measure_perplexity(model, tokens, text_bytes, args.window, args.chunk_size, bar.update)
+        try:
+            result = measure_perplexity(model, tokens, text_bytes, args.window, args.chunk_size, bar.update)
+        except IndexError as error:
+            raise ValueError(f"--model {args.model}: its tokenizer does not fit: {error}") from error
     whole = result.as_dict()
     rows = [("tokens before", "tokens  perplexity")]
     rows += [

@@ -144,6 +144,31 @@ def check_writable(flag: str, name: str) -> None:
         raise CommandLineError(f"{flag} {name}: cannot be written ({error.strerror or error})") from None
 
 
+def add_output_folder(parser: Parser, what: str) -> None:
+    """--output and --overwrite, for `check_output_folder`."""
+    parser.add_argument("--output", metavar="DIR", help=what)
+    parser.add_argument("--overwrite", action="store_true", help="replace the results of an earlier evaluation there")
+
+
+def check_output_folder(args: argparse.Namespace, name: str) -> None:
+    """Refuse an --output that cannot take a file of this name, before any work is done. The folder is made.
+
+    Raises:
+        CommandLineError: it is no folder, or nothing can be written there; an earlier file without --overwrite.
+    """
+    path = os.path.join(args.output, name)
+    if os.path.isfile(path) and not args.overwrite:
+        raise CommandLineError(
+            f"--output {args.output}: holds {name} of an earlier evaluation: replace it by --overwrite, or choose "
+            "another folder"
+        )
+    try:
+        os.makedirs(args.output, exist_ok=True)
+    except OSError as error:
+        raise CommandLineError(f"--output {args.output}: cannot be made ({error.strerror})") from None
+    check_writable("--output", path)
+
+
 def no_bars_for_files() -> None:
     """Transformers shows a bar for each model it reads or writes, even for milliseconds."""
     from transformers.utils import logging

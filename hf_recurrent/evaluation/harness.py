@@ -6,12 +6,14 @@ import itertools
 import json
 import math
 import os
+import sqlite3
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import datasets
+import jinja2
 import lm_eval
 import torch
 from huggingface_hub import constants
@@ -116,8 +118,10 @@ def _why_not_loaded(error: Exception) -> str:
     missing = [name for name in files if "://" not in name and "*" not in name and not Path(name).exists()]
     if missing:
         return f"{what}: its data is not there: looked for {', '.join(missing)}"
+    if all(frame.f_code.co_name != "download" for frame in frames):
+        return f"{what}: lm-eval cannot use its file: {_said(error)}"
     if files or path in FILE_FORMATS or Path(path).exists():
-        return f"{what}: its data cannot be loaded: {first_line(error)}"
+        return f"{what}: its data cannot be loaded: {_said(error)}"
     looked = (
         Path(datasets.config.HF_DATASETS_CACHE, path.replace("/", "___")),
         Path(constants.HF_HUB_CACHE, f"datasets--{path.replace('/', '--')}"),
@@ -126,11 +130,17 @@ def _why_not_loaded(error: Exception) -> str:
     return f"{what}: its dataset {path} cannot be loaded: {reason}; looked for {looked[0]}, {looked[1]}"
 
 
+def _said(error: Exception) -> str:
+    """What a KeyError or the like says is not enough without its kind."""
+    kind = "" if isinstance(error, (ValueError, OSError, AssertionError)) else f"{type(error).__name__}: "
+    return kind + first_line(error) if str(error) else type(error).__name__
+
+
 def _check_choices(tasks: Sequence[Task | Group], limit: float | None) -> None:
     """lm-eval looks at the first document's choices alone, and what is put before a choice hides that it is empty.
 
     Raises:
-        ValueError: one is, in a document that is evaluated.
+        ValueError: one is, in a document that is evaluated; a task file from which there are none.
     """
     for task in (one for item in tasks for one in (item.get_all_tasks() if isinstance(item, Group) else [item])):
         # With several contexts, the choices stand in these.
@@ -139,9 +149,12 @@ def _check_choices(tasks: Sequence[Task | Group], limit: float | None) -> None:
         documents = task.eval_docs
         number = len(documents) if limit is None else math.ceil(len(documents) * limit) if limit < 1 else int(limit)
         for index, document in enumerate(itertools.islice(documents, number)):
-            choices = task.doc_to_choice(document)
+            where = f"document {index} of task {task.config.task}"
+            try:
+                choices = task.doc_to_choice(document)
+            except Exception as error:  # whatever a template or a function raises
+                raise ValueError(f"{where}: its choices cannot be told: {_said(error)}") from error
             if "" in choices:
-                where = f"document {index} of task {task.config.task}"
                 raise ValueError(f"{where}: choice {choices.index('')} is empty, there is nothing to predict")
 
 
@@ -170,8 +183,8 @@ def evaluate(
     Runs tasks, and writes lm-eval's results to `output`/lm-eval.json, whole or not at all.
 
     Every result is kept in a file of lm-eval's cache in `output` as soon as it is there: if the run is interrupted, the
-    same call goes on. The file is named after the model and the settings, and goes when the run is through. (It is read
-    with pickle: like a program, take none from a stranger.)
+    same call goes on. The file is named after the model and the settings, and goes when the run is through; those of
+    other models stay. (It is read with pickle: like a program, take none from a stranger.)
 
     Args:
         tasks: from `load_tasks`.
@@ -184,11 +197,14 @@ def evaluate(
         lm-eval's results, with `name` as results["config"]["model"].
 
     Raises:
-        ValueError: what lm-eval or the model refuses.
+        ValueError: what lm-eval or the model refuses; what an interrupted run has kept cannot be read.
     """
     _check_choices(tasks, limit)
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # a fork of a process with threads may hang
     cache = None if output is None else str(output / f".lm-eval-{fingerprint(lm)}")
+    if cache is not None:
+        for file in output.glob(f"{Path(cache).name}_rank*.db"):
+            _check_kept(file)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             results = lm_eval.simple_evaluate(
@@ -196,8 +212,14 @@ def evaluate(
                 batch_size=lm.batch_size, bootstrap_iters=BOOTSTRAP_ITERS,
                 task_manager=TaskManager(include_defaults=False),
             )  # fmt: skip
-    except (AssertionError, KeyError) as error:
-        raise ValueError(f"lm-eval: {first_line(error)}") from error
+    except ValueError as error:
+        if "larger than population" in str(error):
+            shots = "num_fewshot of its file" if num_fewshot is None else f"--num-fewshot {num_fewshot}"
+            raise ValueError(f"{shots}: a task has fewer examples to choose from") from error
+        raise
+    # What task files make of documents, in templates and functions.
+    except (AssertionError, LookupError, TypeError, ArithmeticError, SyntaxError, jinja2.TemplateError) as error:
+        raise ValueError(f"lm-eval: {_said(error)}") from error
     finally:
         if lm.cache_hook.dbdict is not None:
             lm.cache_hook.dbdict.close()  # waits until everything is written
@@ -206,6 +228,17 @@ def evaluate(
     if output is not None:
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
         write_whole(output / "lm-eval.json", text + "\n")
-        for file in output.glob(".lm-eval-*_rank0.db"):
+        for file in output.glob(f"{Path(cache).name}_rank*.db"):
             file.unlink()
     return results
+
+
+def _check_kept(file: Path) -> None:
+    """sqlitedict reports a damaged file from a thread of its own, in many lines."""
+    try:
+        with contextlib.closing(sqlite3.connect(file)) as database:
+            (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        state = first_line(error)
+    if state != "ok":
+        raise ValueError(f"{file}: what an interrupted evaluation has kept cannot be read ({state}): remove it")

@@ -144,6 +144,84 @@ def test_an_interrupted_evaluation_goes_on(folder, tasks, tmp_path, capsys, monk
     assert json.loads((tmp_path / "again" / "lm-eval.json").read_text())["results"] == went_on
 
 
+def questions(tmp_path, **changes) -> dict:
+    """A task file's content, on four questions of its own."""
+    rows = [{"q": f"who {n}", "c": ["the cat", "the dog"]} for n in range(4)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {"task": "questions", "doc_to_text": "{{q}}", "doc_to_choice": "{{c}}", "doc_to_target": 0}
+    task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": str(tmp_path / "questions.jsonl")}}
+    task |= {"output_type": "multiple_choice", "validation_split": "train", "fewshot_split": "train"}
+    return task | {"metric_list": [{"metric": "acc"}]} | changes
+
+
+def write_tasks(folder, *tasks) -> Path:
+    folder.mkdir(exist_ok=True)
+    for task in tasks:
+        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
+    return folder
+
+
+def test_no_results_are_lost(folder, tmp_path, capsys):
+    own = write_tasks(tmp_path / "own", questions(tmp_path), questions(tmp_path, task="others"))
+    out = tmp_path / "out"
+    out.mkdir()
+    other_models = out / ".lm-eval-0123456789abcdef_rank0.db"
+    other_models.write_bytes(b"kept")
+    assert run(folder, own, "--tasks", "questions", "--output", str(out)) == 0
+    assert other_models.read_bytes() == b"kept"
+    before = (out / "lm-eval.json").read_text()
+    assert run(folder, own, "--tasks", "others", "--output", str(out)) == 2
+    assert "holds lm-eval.json of an earlier evaluation: replace it by --overwrite" in capsys.readouterr().err
+    assert (out / "lm-eval.json").read_text() == before
+    assert run(folder, own, "--tasks", "questions, others", "--output", str(out), "--overwrite") == 0
+    assert set(json.loads((out / "lm-eval.json").read_text())["results"]) == {"questions", "others"}
+
+    model = hf_recurrent.LonghornForCausalLM.from_pretrained(folder).eval()
+    kept = out / f".lm-eval-{harness.fingerprint(RecurrentLM(model, tokenizer=byte_tokenizer()))}_rank0.db"
+    kept.write_bytes(b"no database" * 100)
+    assert run(folder, own, "--tasks", "questions", "--output", str(out), "--overwrite", "--batch-size", "1") == 2
+    expected = f"{kept}: what an interrupted evaluation has kept cannot be read (file is not a database): remove it"
+    assert expected in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert run(folder, own, "--tasks", "questions", "--output", str(tmp_path / "file")) == 2
+    assert f"--output {tmp_path / 'file'}: cannot be made (File exists)" in capsys.readouterr().err
+
+
+def test_task_files_that_cannot_be_used(folder, tmp_path, capsys):
+    own = write_tasks(
+        tmp_path / "own",
+        questions(tmp_path, task="none", doc_to_choice=None),
+        questions(tmp_path, task="field", doc_to_text="{{who.is}}"),
+        questions(tmp_path, task="metric", metric_list=[{"metric": "accc"}]),
+        questions(tmp_path, task="zero", num_fewshot=0),
+        questions(tmp_path, task="some"),
+    )
+    for flags, message in (
+        (["none"], "document 0 of task none: its choices cannot be told: TypeError"),
+        (["field"], "task field: lm-eval cannot use its file: UndefinedError: 'who' is undefined"),
+        (["metric"], "task metric: lm-eval cannot use its file: KeyError: None"),
+        (["some", "--num-fewshot", "9"], "--num-fewshot 9: a task has fewer examples to choose from"),
+    ):
+        assert run(folder, own, "--tasks", *flags) == 2
+        assert f"hf-recurrent: error: {message}\n" in capsys.readouterr().err
+    assert run(folder, own, "--tasks", "zero,some", "--num-fewshot", "2") == 0
+    assert "warning: --num-fewshot: the files of zero say 0, which stays" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_does_not_fit(tmp_path, capsys):
+    config = hf_recurrent.MinGRUConfig(hidden_size=8, num_hidden_layers=1, vocab_size=100)
+    hf_recurrent.MinGRUForCausalLM(config).save_pretrained(tmp_path / "small")
+    byte_tokenizer().save_pretrained(tmp_path / "small")
+    own = write_tasks(tmp_path / "own", questions(tmp_path))
+    assert run(tmp_path / "small", own, "--tasks", "questions") == 2
+    message = "error: lm-eval: IndexError: request 0 holds the token id 119, outside the vocabulary of 100"
+    assert message in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("hello")
+    flags = ["--model", str(tmp_path / "small"), "--data-files", str(tmp_path / "text.txt"), "--cpu"]
+    assert cli.main(["evaluate", "perplexity", *flags]) == 2
+    assert "its tokenizer does not fit: token 0 of the stream is 104, outside the" in capsys.readouterr().err
+
+
 def test_results_are_kept_by_model_and_settings(folder):
     model = hf_recurrent.LonghornForCausalLM.from_pretrained(folder).eval()
     prints = [

@@ -70,6 +70,10 @@ def test_the_command(model, tmp_path, capsys):
     assert (out / "perplexity.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in out.iterdir()) == ["perplexity.json", "perplexity.png"]
     for wrong, message in (
+        (
+            ["--data-files", str(tmp_path / "a.txt"), "--output", str(out)],
+            "holds perplexity.json of an earlier evaluation",
+        ),
         (["--data-files", "none"], "--data-files none: no such file"),
         (["--data-files", str(tmp_path / "a.txt"), "--window", "1"], "--window: must be at least 2, got 1"),
     ):
