@@ -8,6 +8,7 @@ What each is exactly is said by its function: `help(hf_recurrent.tasks.TASKS["se
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from numbers import Integral, Real
 
@@ -47,7 +48,8 @@ def generate(name: str, number: int, seed: int = 0, split: str = "train", **size
         Arrays by name, with a row for each example.
 
     Raises:
-        ValueError: an unknown task, split or argument; a number below 1; what the task's function raises.
+        ValueError: an unknown task, split or argument; a number below 1, a seed below 0, an argument that is not
+            finite; what the task's function raises.
     """
     if name not in TASKS:
         raise ValueError(f"no task {name!r}{nearest(name, TASKS)}")
@@ -60,8 +62,13 @@ def generate(name: str, number: int, seed: int = 0, split: str = "train", **size
         whole = isinstance(valid[argument].default, int)
         if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
             raise ValueError(f"{argument} must be {'an integer' if whole else 'a number'}, got {value!r}")
-    if number < 1:
-        raise ValueError(f"number must be at least 1, got {number}")
+        if not math.isfinite(value):
+            raise ValueError(f"{argument} must be finite, got {value!r}")
+    for argument, value, least in (("number", number, 1), ("seed", seed, 0)):
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise ValueError(f"{argument} must be an integer, got {value!r}")
+        if value < least:
+            raise ValueError(f"{argument} must be at least {least}, got {value}")
     return TASKS[name](np.random.default_rng([seed, SPLITS.index(split)]), number, **sizes)
 
 

@@ -71,8 +71,13 @@ def listops(
         raise ValueError(f"shortest must be between 4 and longest = {longest}, got {shortest}")
     if max_depth < 2 or max_arguments < 2:
         raise ValueError(f"max_depth and max_arguments must be at least 2, got {max_depth} and {max_arguments}")
-    if max_depth == 2 and shortest > max_arguments + 2:
-        raise ValueError(f"shortest must be at most {max_arguments + 2} for max_depth = 2, got {shortest}")
+    most = 1  # tokens of an expression: at the last depth a digit, else an operator, a bracket and the arguments
+    for _ in range(max_depth - 1):
+        most = 2 + max_arguments * most
+        if most >= shortest:
+            break
+    if shortest > most:
+        raise ValueError(f"shortest must be at most {most} for max_depth = {max_depth}, got {shortest}")
     input_ids, labels = np.full((number, longest), PAD, np.int64), np.zeros(number, np.int64)
     row = 0
     while row < number:

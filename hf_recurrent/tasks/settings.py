@@ -63,6 +63,9 @@ class TaskTraining:
     start_from: str | None = None
 
     def __post_init__(self):
+        for name in ("max_steps", "batch_size", "eval_examples", "evaluations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.task not in TRAINABLE:
             raise ValueError(f"--task {self.task}: cannot be trained on here{nearest(self.task, TRAINABLE)}")
         signal = self.task in SIGNAL_TASKS

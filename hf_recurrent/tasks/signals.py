@@ -53,10 +53,14 @@ def pendulum(
         grid's interval at the first; times (n, steps); labels (n, steps, 2), sine and cosine of the angle. All float32.
 
     Raises:
-        ValueError: more steps than times.
+        ValueError: more steps than times; a picture without pixels; a duration of 0 or less.
     """
     if not 1 <= steps <= grid:
         raise ValueError(f"steps must be between 1 and grid = {grid}, got {steps}")
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    if duration <= 0:
+        raise ValueError(f"duration must be above 0, got {duration}")
     interval = duration / grid
     chosen = np.sort(np.argsort(rng.random((number, grid)), axis=1)[:, :steps], axis=1)
     times, seen = chosen * interval, np.take_along_axis(_swings(rng, number, grid, interval), chosen, axis=1)
@@ -135,12 +139,17 @@ def tones(
         input_features (n, samples, 1) float32; labels (n,).
 
     Raises:
-        ValueError: fewer than 2 classes, a decimation below 1, a rate too low for the highest tone.
+        ValueError: fewer than 2 classes, a decimation below 1, a rate too low for the highest tone, a time without a
+            sample, noise below 0.
     """  # fmt: skip
     if classes < 2 or decimation < 1:
         raise ValueError(f"classes must be at least 2 and decimation at least 1, got {classes} and {decimation}")
     if rate // decimation < 2 * 1200:
         raise ValueError(f"rate / decimation must be at least 2400 for tones up to 1200 Hz, got {rate // decimation}")
+    if int(rate * seconds) < 1:
+        raise ValueError(f"seconds must be at least 1 / rate = {1 / rate:g}, got {seconds}")
+    if noise < 0:
+        raise ValueError(f"noise must be at least 0, got {noise}")
     labels = rng.integers(classes, size=number)
     time = np.arange(int(rate * seconds)) / rate
     start = rng.uniform(0, 0.2 * seconds, (number, 1))

@@ -57,13 +57,15 @@ def associative_recall(
     more often the smaller the vocabulary, so that `noise` of 1 and a small vocabulary are another, harder task.
 
     Raises:
-        ValueError: `length` is odd or has no room for the keys twice and the values; a vocabulary that is too small; a
-            probability outside [0, 1].
+        ValueError: `length` is odd or has no room for the keys twice and the values; a vocabulary that is too small; an
+            `alpha` of 0 or less; a probability outside [0, 1].
     """
     if length % 2 or pairs < 1 or 4 * pairs > length:
         raise ValueError(f"length must be even and at least 4 pairs = {4 * pairs}, got {length}")
     if vocab_size // 2 - 1 < pairs:
         raise ValueError(f"vocab_size must be at least {2 * pairs + 2} for {pairs} pairs, got {vocab_size}")
+    if alpha <= 0:
+        raise ValueError(f"alpha must be above 0, got {alpha}")
     if not 0 <= noise <= 1:
         raise ValueError(f"noise must be a probability, got {noise}")
     half = vocab_size // 2
@@ -100,8 +102,10 @@ def memory_horizon(
     each pair counts once is our reading of the paper, which says it in words.
 
     Raises:
-        ValueError: a probability outside [0, 1]; fewer than two numbers, or a modulo below 2.
+        ValueError: a length below 1; a probability outside [0, 1]; fewer than two numbers, or a modulo below 2.
     """
+    if length < 1:
+        raise ValueError(f"length must be at least 1, got {length}")
     if not 0 <= reset <= 1:
         raise ValueError(f"reset must be a probability, got {reset}")
     if numbers < 2 or modulo < 2:

@@ -212,6 +212,12 @@ def test_checkpoints_that_cannot_be_kept(option, value, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("setting", ["max_steps", "batch_size", "eval_examples", "evaluations"])
+def test_settings_of_nothing(setting):
+    with pytest.raises(ValueError, match=f"{setting} must be at least 1, got 0"):
+        TaskTraining("listops", SMALL["listops"], **{setting: 0})
+
+
 def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
     training = TaskTraining("listops", SMALL["listops"], max_steps=2, batch_size=2, eval_examples=2)
     train_task(training, tmp_path / "run")
