@@ -125,7 +125,8 @@ def _task(task: str, runs: list[TaskRun], gathered: Runs, with_papers: bool) -> 
     found, section = groups(runs), Section(TITLES[task])
     columns = ["model", "parameters", "model's sizes", "task's sizes", "steps × batch", "learning rate", "seeds"]
     metrics = {run.metric for run in runs}
-    columns += ["mean squared error" if metrics == {"mse"} else "accuracy", "the paper's", "its setting", "minutes"]
+    squared = metrics == {"mse"} or not metrics and task == "pendulum"
+    columns += ["mean squared error" if squared else "accuracy", "the paper's", "its setting", "minutes"]
     rows, stood_beside = [], []
     for group in found:
         first, figure = group.first, papers.beside(group.runs[0])

@@ -29,13 +29,15 @@ def parse_overrides(text: str, source: str = "--config-overrides") -> dict[str, 
     """`key=value,key=value` as a dict; values are YAML scalars: 3, 1e-5, true, null, text.
 
     Raises:
-        ValueError: an item is not `key=value`.
+        ValueError: an item is not `key=value`, or a key is given twice.
     """
     overrides = {}
     for item in filter(None, text.split(",")):
         name, equals, value = item.partition("=")
         if not (equals and name.strip()):
             raise ValueError(f"{source}: expected key=value,key=value, got {item!r}")
+        if name.strip() in overrides:
+            raise ValueError(f"{source}: {name.strip()} is given twice")
         try:
             value = yaml.safe_load(value)
         except yaml.YAMLError:

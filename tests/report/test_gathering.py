@@ -153,6 +153,7 @@ def test_markdown(runs, tmp_path):
     text = output.read_text()
     assert re.search(r"\| minGRU \|.* 2 \| \d+\.\d\d ± \d+\.\d\d % \| 37\.0 ± 2\.3 % \|", text)
     assert re.search(r"\| S5 \|.* not run \| 62\.15 % \|", text)
+    assert re.search(r"## Pendulum.*\n\n\| model \|.* seeds \| mean squared error \|", text)
     pictures = re.findall(r"\]\((.*?)\)", text)
     assert pictures and all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     # What lies there already is replaced, but for what is not ours.

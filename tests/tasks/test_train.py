@@ -243,6 +243,7 @@ def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
         (["--task", "memory_horizon", "--model-type", "mambo"], "no such family; the nearest valid one is mamba"),
         (["--task", "listops", "--task-args", "depth=3"], "listops has no argument 'depth'"),
         (["--task", "listops", "--task-args", "shortest"], "--task-args: expected key=value"),
+        (["--task", "listops", "--task-args", "longest=9, longest=8"], "--task-args: longest is given twice"),
         (["--task", "listops", "--config-overrides", "vocab_size=3"], "vocab_size is not a field"),
         (["--task", "listops", "--config-overrides", "hidden_size=3"], "hidden_size has a flag of its own"),
         (["--task", "listops", "--max-steps", "0"], "--max-steps: must be at least 1, got 0"),
