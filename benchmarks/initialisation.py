@@ -37,7 +37,7 @@ STYLES = [("#1f5f8b", "o"), ("#b5651d", "s"), ("#3a7d44", "^"), ("#8b3a8b", "D")
 
 def text_bytes(rows: int, length: int) -> Tensor:
     """(rows, length) bytes of the standard library, each row from another place in it."""
-    text = "".join(text for _, text in stdlib_documents()).encode()
+    text = "".join(stdlib_documents().texts()).encode()
     stride = len(text) // rows
     if stride < length:
         raise ValueError(f"{rows} rows of {length} bytes are more than the standard library's {len(text)}")

@@ -131,7 +131,7 @@ def loop_share(flags: list[str], steps: int) -> dict:
 def measure(args: argparse.Namespace) -> dict:
     documents = list(stdlib_documents())
     corpus = Documents(lambda epoch: documents)
-    bpe = train_bpe([text for _, text in documents[:400]], 4096)
+    bpe = train_bpe([document.text for document in documents[:400]], 4096)
     tokenizers = {"BPE of 4096": bpe, "bytes": byte_tokenizer()}
     rates = {name: input_rates(tokenizer, corpus, args.rounds) for name, tokenizer in tokenizers.items()}
     flags = [*args.flags.split(), "--tokenizer", "bytes", "--max-documents", "100", "--validation-share", "0"]
