@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 
 
 @pytest.fixture
@@ -34,10 +35,13 @@ def test_seeds_are_added_to_what_is_there(shakespeare, flags, tmp_path, capsys):
         assert [step for step, _ in one["curve"]] == [0, 1, 2]
         assert one["best"]["test_loss"] == min(loss for _, loss in one["curve"])
 
-    shakespeare.main([*flags, "--models", "mingru", "--seeds", "0", "1"])
+    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the precision for the whole process
+    shakespeare.main([*flags, "--models", "mingru", "--seeds", "0", "1", "--mixed-precision", "bf16"])
+    AcceleratorState._reset_state(reset_partial_state=True)
     second = json.loads((tmp_path / "out" / "shakespeare.json").read_text())
     assert second["runs"][0] == first["runs"][0] and second["summary"]["mingru"]["seeds"] == 2
     assert second["summary"]["mingru"]["spread"] > 0 and second["runs"][2] == first["runs"][1]
+    assert second["summary"]["mingru"]["mixed_precision"] == ["no", "bf16"]
     assert (tmp_path / "out" / "shakespeare.png").read_bytes().startswith(b"\x89PNG")
     assert "| mingru |" in capsys.readouterr().out
 
