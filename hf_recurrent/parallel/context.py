@@ -8,6 +8,9 @@
 What travels, and how often, is described in `hf_recurrent.scan.split`; docs/context_parallel.md counts the bytes.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +36,15 @@ class ContextParallel:
     def __exit__(self, *_) -> None:
         self.remove()
 
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, each rank's inputs are texts of their own."""
+        group, self._backbone.context_group = self._backbone.context_group, None
+        try:
+            yield
+        finally:
+            self._backbone.context_group = group
+
 
 def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> ContextParallel:
     """Let `model` take its inputs for this rank's part of longer sequences, until the result's `remove()` or the end of
@@ -50,8 +62,8 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
 
     Raises:
         TypeError: another head, which would read only its own part.
-        ValueError: a bidirectional model; batch norm, whose statistics would be the part's; a model that is split
-            already. At the model's call: caches, boundaries as `cu_seq_lens`, attentions.
+        ValueError: a bidirectional model; batch norm, whose statistics would be the part's; a learned initial state;
+            a model that is split already. At the model's call: caches, boundaries as `cu_seq_lens`, attentions.
     """
     group = dist.group.WORLD if group is None else group
     backbone = model.base_model if isinstance(model, RecurrentForCausalLM) else model
@@ -61,12 +73,14 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
         raise ValueError("context_parallel needs a causal model, got bidirectional=True")
     if getattr(backbone.config, "norm", None) == "batch":
         raise ValueError("context_parallel needs norms of single tokens, got norm='batch'")
+    if backbone.config.learned_initial_state:
+        raise ValueError("context_parallel needs learned_initial_state=False, got True")
     if backbone.context_group is not None:
         raise ValueError("the model's context is split already")
     backbone.context_group = group
     handles = [backbone.register_forward_pre_hook(_without_cache, with_kwargs=True)]
     for layer in backbone.layers:
-        handles.append(layer.mixer.register_forward_pre_hook(lambda *_: split.enter(group)))
+        handles.append(layer.mixer.register_forward_pre_hook(lambda *_: split.enter(backbone.context_group)))
         handles.append(layer.mixer.register_forward_hook(lambda *_: split.leave(), always_call=True))
     if backbone is not model:
         handles.append(model.register_forward_pre_hook(_share_loss, with_kwargs=True))
@@ -81,6 +95,8 @@ def _without_cache(backbone: RecurrentModel, args: tuple, kwargs: dict) -> tuple
 def _share_loss(model: RecurrentForCausalLM, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The last token's target is the next rank's first label, and the mean is over all ranks' targets."""
     group = model.base_model.context_group
+    if group is None:
+        return args, kwargs
     labels = kwargs.pop("labels", None)
     if labels is not None:
         following = split.shift(labels[:, 0], -1, group)

@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_groups: list[dist.ProcessGroup] = []
+_groups: list[dist.ProcessGroup | None] = []
 
 
-def enter(group: dist.ProcessGroup) -> None:
-    """From here to `leave`, scans and convolutions take their inputs for parts of longer ones."""
+def enter(group: dist.ProcessGroup | None) -> None:
+    """From here to `leave`, scans and convolutions take their inputs for parts of longer ones; for whole ones where the
+    group is None."""
     _groups.append(group)
 
 

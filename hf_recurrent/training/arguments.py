@@ -128,6 +128,11 @@ class TrainArguments:
         "Cut weights, gradients and optimiser states over the processes (FSDP2), as `accelerate launch --use_fsdp "
         "--fsdp_version 2` does too; one process has them all as ever.",
     )
+    context_parallel: int = option(
+        1,
+        "Split each row over so many processes, between which only states travel: for rows that are too long for one. "
+        "Groups of so many processes share the rows of a step.",
+    )
     timeout_minutes: float | None = option(
         None,
         "End the run where a process has not answered the others for so long (default: PyTorch's 30 minutes, 10 on "
@@ -162,7 +167,7 @@ class TrainArguments:
 
     def __post_init__(self):
         require(self, "max_steps", "batch_size", "gradient_accumulation_steps", "log_steps", at_least=1)
-        require(self, "total_batch_size", at_least=1)
+        require(self, "total_batch_size", "context_parallel", at_least=1)
         require(self, "eval_rows", "keep_checkpoints", "bptt_chunk", at_least=1)
         require(self, "max_skipped_steps", at_least=1)
         require(self, "loss_spike_threshold", "health_steps", at_least=0)
@@ -176,6 +181,12 @@ class TrainArguments:
         require(self, "seed", at_least=0, at_most=2**31 - 1)
         if self.bptt_carry_gradients and self.bptt_chunk is None:
             raise ValueError("--bptt-carry-gradients belongs to --bptt-chunk, which is not given")
+        if self.context_parallel > 1:
+            for name in ("bptt_chunk", "compile"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"--context-parallel {self.context_parallel} and {flag(name)} cannot both be given"
+                    )
         if self.cpu and self.mixed_precision == "fp16":
             raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; with --cpu bf16 works")
         if self.overwrite and self.resume:
@@ -187,15 +198,22 @@ class TrainArguments:
         """Rows per process in one pass, and passes per optimiser step.
 
         Raises:
-            ValueError: so many processes cannot share --total-batch-size evenly.
+            ValueError: so many processes cannot share --total-batch-size evenly, or form no groups of
+                --context-parallel.
         """
+        if processes % self.context_parallel:
+            raise ValueError(
+                f"--context-parallel {self.context_parallel} must divide the number of processes, got {processes}"
+            )
+        groups = processes // self.context_parallel
         if self.total_batch_size is None:
             return self.batch_size, self.gradient_accumulation_steps or 1
-        if self.total_batch_size % processes:
+        if self.total_batch_size % groups:
+            of = f"groups of {self.context_parallel} " if self.context_parallel > 1 else ""
             raise ValueError(
-                f"--total-batch-size {self.total_batch_size} cannot be shared evenly by {processes} processes"
+                f"--total-batch-size {self.total_batch_size} cannot be shared evenly by {groups} {of}processes"
             )
-        mine = self.total_batch_size // processes
+        mine = self.total_batch_size // groups
         size = next(size for size in range(min(self.batch_size, mine), 0, -1) if mine % size == 0)
         return size, mine // size
 
@@ -208,6 +226,10 @@ def check_together(model: ModelArguments, data: DataArguments, train: TrainArgum
     if (train.bptt_chunk or 0) > data.sequence_length:
         raise ValueError(
             f"--bptt-chunk must be at most --sequence-length {data.sequence_length}, got {train.bptt_chunk}"
+        )
+    if train.context_parallel > data.sequence_length:
+        raise ValueError(
+            f"--context-parallel must be at most --sequence-length {data.sequence_length}, got {train.context_parallel}"
         )
     if model.model is not None and data.vocab_size is not None:
         raise ValueError("--vocab-size belongs to a new tokenizer, but --model brings its own")

@@ -31,6 +31,9 @@ from transformers import PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
 from ..messages import first_line
+from ..modeling.model import RecurrentPreTrainedModel
+from ..parallel import context_parallel
+from ..parallel.context import ContextParallel
 from .arguments import TrainArguments
 
 LOWER_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -121,6 +124,24 @@ def _shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlug
         "cpu", (accelerator.num_processes,), mesh_dim_names=("dp_shard_cp",)
     )
     state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def split_context(accelerator: Accelerator, model: PreTrainedModel, args: TrainArguments) -> ContextParallel | None:
+    """Let `model` take its rows for parts of longer ones, of which the next --context-parallel processes, from a
+    multiple of that number on, have one each; None without.
+
+    Raises:
+        ValueError: DeepSpeed, or a model whose context cannot be split.
+    """
+    if args.context_parallel == 1:
+        return None
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(f"--context-parallel must be 1 under DeepSpeed, got {args.context_parallel}")
+    if not isinstance(model, RecurrentPreTrainedModel):
+        raise ValueError(f"--context-parallel must be 1 for a {type(model).__name__}, got {args.context_parallel}")
+    timeout = None if args.timeout_minutes is None else timedelta(minutes=args.timeout_minutes)
+    group, _ = torch.distributed.new_subgroups(args.context_parallel, timeout=timeout)
+    return context_parallel(model, group)
 
 
 def compile_model(accelerator: Accelerator, model: PreTrainedModel) -> None:

@@ -101,14 +101,17 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
 
     Returns:
         `parameters`, `tokens_per_step`, `flops_per_step`, `activation_bytes`, `state_bytes`, and where the arguments
-        tell the number of steps, `steps` and `seconds`: the least that the matrix products take here.
+        tell the number of steps, `steps` and `seconds`: the least that the matrix products take here. Of one process,
+        but for the tokens, which are those of all processes that share a row.
 
     Raises:
         ValueError: arguments that `train` would refuse before it looks at the data.
     """
     check_together(model_args, data_args, train_args)
     check_names(train_args.log_with)
-    batch_size, passes = train_args.passes(1)
+    parts = train_args.context_parallel
+    batch_size, passes = train_args.passes(parts)
+    length = -(-data_args.sequence_length // parts)
     if model_args.model is None:
         config = create_config(model_args, tokenizer_size(data_args))
     else:
@@ -117,17 +120,17 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
             check_fit(tokenizer_size(data_args).size, config.vocab_size)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).train()
-    counts = count(model, batch_size, data_args.sequence_length)
+    counts = count(model, batch_size, length)
     whole = train_args.bptt_chunk is None or train_args.bptt_carry_gradients  # a row's activations are there at once
     options = checkpoint_activations(model) if train_args.gradient_checkpointing else {}
     if options or not whole:
-        length = data_args.sequence_length if whole else train_args.bptt_chunk
+        chunk = length if whole else train_args.bptt_chunk
         options = {} if train_args.bptt_carry_gradients else options  # as in training
-        counts.activations = count(model, batch_size, length, **options).activations
+        counts.activations = count(model, batch_size, chunk, **options).activations
     tokens = batch_size * passes * data_args.sequence_length
     flops = 3 * counts.flops * passes  # backward, each matrix product is two
     if train_args.gradient_checkpointing:  # the forward pass is done twice, but for the head's
-        flops += counts.flops * passes - 2 * tokens * model.lm_head.weight.numel()
+        flops += counts.flops * passes - 2 * batch_size * passes * length * model.lm_head.weight.numel()
     state = counts.parameters * STATE_BYTES
     rate = matrix_rate("cpu" if train_args.cpu else None)
     result = {
@@ -141,8 +144,11 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
         ("model", f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}"),
         ("vocabulary", counted(config.vocab_size, "token")),
         ("parameters", f"{counts.parameters:,}"),
-        ("step, on one process", f"{passes} x {batch_size} rows of {data_args.sequence_length} = {tokens:,} tokens"),
-        ("matrix products per step", f"{flops:.3g} FLOP"),
+        (
+            f"step, on {'one process' if parts == 1 else f'{parts} processes'}",
+            f"{passes} x {batch_size} rows of {data_args.sequence_length} = {tokens:,} tokens",
+        ),
+        (f"matrix products per step{'' if parts == 1 else ', of each'}", f"{flops:.3g} FLOP"),
         ("weights, gradients, AdamW", f"{state / GIB:.2f} GiB"),
         (f"activations of one {'pass' if whole else 'chunk'}, in float32", f"{counts.activations / GIB:.2f} GiB"),
         ("this machine", f"{rate / 1e9:,.0f} GFLOP/s in float32"),

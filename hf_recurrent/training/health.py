@@ -142,7 +142,7 @@ def health(model: nn.Module, batch: dict[str, Tensor], add: Callable[[Tensor], T
         batch: `input_ids` (B, L), and what else the model takes.
         add: the sum over processes, each of which has a batch of its own.
     """
-    row = longest_row(batch)
+    row, real = longest_row(batch)
     training = model.training
     model.eval()
     try:
@@ -153,7 +153,7 @@ def health(model: nn.Module, batch: dict[str, Tensor], add: Callable[[Tensor], T
         model.train(training)
     names = list(layers[0])
     values = torch.stack([torch.stack([layer[name] for name in names]) for layer in layers]).float()
-    known = ~values.isnan()
+    known = ~values.isnan() & real
     sums, counts = add(torch.stack([values.nan_to_num(), known.float()])).unbind()
     result = {}
     for column, name in enumerate(names):
@@ -165,10 +165,11 @@ def health(model: nn.Module, batch: dict[str, Tensor], add: Callable[[Tensor], T
     return result
 
 
-def longest_row(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The row with the most tokens that are no padding, without its padding, (1, at most TOKENS)."""
+def longest_row(batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
+    """The row with the most tokens that are no padding, without its padding, (1, at most TOKENS); and whether it has
+    any, for else it is one of padding: the last part of a row that is split may have nothing else."""
     inputs = {name: values for name, values in batch.items() if name != "labels"}
     real = inputs.pop("attention_mask", torch.ones_like(inputs["input_ids"])).sum(1)  # padding comes last
     place = int(real.argmax())
-    length = min(int(real[place]), TOKENS)
-    return {name: values[place : place + 1, :length] for name, values in inputs.items()}
+    length = min(max(int(real[place]), 1), TOKENS)
+    return {name: values[place : place + 1, :length] for name, values in inputs.items()}, bool(real[place])

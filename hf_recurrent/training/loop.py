@@ -59,7 +59,7 @@ FREE = {
 }
 FREE |= {"compile", "cpu", "log_steps", "eval_steps", "eval_rows", "save_steps", "keep_checkpoints"}
 # How the rows of a step are shared out, which may differ; their number may not.
-FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size"}
+FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size", "context_parallel"}
 # What is watched, and what is done about it.
 FREE |= {"on_bad_loss", "on_loss_spike", "loss_spike_threshold", "max_skipped_steps", "health_steps", "log_with"}
 FREE |= {"token_cache", "token_cache_gb", "license", "language", "fsdp", "timeout_minutes"}
@@ -140,6 +140,9 @@ class Run:
             raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; on the CPU bf16 works")
         self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
         self.batch_size, self.passes = train_args.passes(self.processes)
+        # The processes that share a row are one replica of the model to all that deals out rows.
+        self.replicas = self.processes // train_args.context_parallel
+        self.replica, self.part = divmod(self.rank, train_args.context_parallel)
         self.state = State()
         self.checkpoint = checkpoint = self.folder.newest_checkpoint() if train_args.resume else None
         # A checkpoint has all weights, so that the model that the run began with need not be there any more. (Those of
@@ -177,6 +180,7 @@ class Run:
         self.loss_policy = LossPolicy(train_args, self.accelerator, model, self.state)
         self.learning_rates = [group["lr"] for group in optimizer.param_groups]  # the highest, of each group
         self.parameters = model.num_parameters()
+        self.context = distributed.split_context(self.accelerator, model, train_args)
         self.model, self.optimizer = distributed.prepare(
             self.accelerator, model, optimizer, train_args, self.batch_size
         )
@@ -215,7 +219,7 @@ class Run:
 
     @property
     def rows_per_step(self) -> int:
-        return self.batch_size * self.passes * self.processes
+        return self.batch_size * self.passes * self.replicas
 
     def _total_steps(self) -> int | None:
         """Steps after which the run ends whatever the clock says; None where only the clock ends it."""
@@ -259,6 +263,8 @@ class Run:
         lines.append(f"tokenizer   {len(self.tokenizer):,} tokens")
         kind = self.accelerator.unwrap_model(self.model).config.model_type
         lines.append(f"model       {kind}, {self.parameters:,} parameters, on {self.accelerator.device.type}")
+        if self.context is not None:
+            lines.append(f"context     each row over {self.args.context_parallel} processes")
         groups = self.optimizer.param_groups
         way = "fused" if groups[0]["fused"] else "foreach"
         lines.append(f"optimiser   AdamW, {way}, {counted(len(groups), 'parameter group')}")
@@ -305,14 +311,19 @@ class Run:
 
     def _places(self, first: int) -> list[int]:
         """Where each pass of this process begins, in a step whose rows begin at `first`."""
-        return [first + (number * self.processes + self.rank) * self.batch_size for number in range(self.passes)]
+        return [first + (number * self.replicas + self.replica) * self.batch_size for number in range(self.passes)]
+
+    def _own_part(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This process's part of each row: all of it, unless several processes share one."""
+        return {name: np.array_split(value, self.args.context_parallel, 1)[self.part] for name, value in rows.items()}
 
     def _read(self, first: int) -> list[dict[str, torch.Tensor]]:
         """This process's rows of the step that begins at `first`, for each pass, as they go to the device."""
         pin = self.accelerator.device.type == "cuda"
         batches = []
         for place in self._places(first):
-            rows = {name: torch.from_numpy(value) for name, value in self.rows.take(place, self.batch_size).items()}
+            mine = self._own_part(self.rows.take(place, self.batch_size))
+            rows = {name: torch.from_numpy(value).contiguous() for name, value in mine.items()}
             batches.append({name: rows[name].pin_memory() if pin else rows[name] for name in rows})
         return batches
 
@@ -390,7 +401,9 @@ class Run:
 
     def _measure_health(self, batch: dict[str, torch.Tensor]) -> None:
         if self.args.health_steps and self.state.step % self.args.health_steps == 0:
-            self._log(health(self.model, batch, lambda values: self.accelerator.reduce(values, "sum")))
+            # A part of a row is as good as a row.
+            with contextlib.nullcontext() if self.context is None else self.context.suspended():
+                self._log(health(self.model, batch, lambda values: self.accelerator.reduce(values, "sum")))
 
     def _peak(self) -> float:
         """FLOP/s that the devices of all processes reach in products of matrices of this run's precision."""
@@ -412,13 +425,13 @@ class Run:
         Raises:
             Interrupted: one has come, to any process.
         """
-        mine = rows[self.rank :: self.processes]
+        mine = rows[self.replica :: self.replicas]
         device = self.accelerator.device
         total = torch.zeros(2, dtype=distributed.widest(device), device=device)
         one = torch.ones((), device=device)
         self.model.eval()
         # Sharded weights are gathered in every call, so that all processes must make as many.
-        starts = range(0, math.ceil(len(rows) / self.processes), self.batch_size)
+        starts = range(0, math.ceil(len(rows) / self.replicas), self.batch_size)
         with torch.no_grad():
             for start in tqdm(starts, description, delay=2, leave=False, disable=description is None or self.rank != 0):
                 if interrupted is not None and (number := self._agree(0.0, interrupted())[1]):
@@ -426,7 +439,7 @@ class Run:
                 chosen = mine[start : start + self.batch_size]
                 counts = len(chosen) > 0  # else this process has had its share
                 chosen = chosen if counts else rows[:1]
-                batch = self._batch({name: value[chosen] for name, value in self.validation.rows.items()})
+                batch = self._batch(self._own_part({n: value[chosen] for n, value in self.validation.rows.items()}))
                 loss = self.model(**batch, num_items_in_batch=one, use_cache=False, **self.loss_options).loss
                 total[0] += counts * loss
                 total[1] += counts * (batch["labels"] != IGNORED).sum()

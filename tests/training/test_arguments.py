@@ -106,6 +106,12 @@ def test_a_file_with_mistakes(config, text, message):
         (["--output-dir", "a\udcff"], r"--output-dir 'a\\udcff': not UTF-8 text"),
         ([""], "CONFIG.yaml: expected a value, got ''"),
         (["--overwrite", "--resume"], "--overwrite and --resume cannot both be given"),
+        (["--context-parallel", "0"], "--context-parallel must be at least 1, got 0"),
+        (["--context-parallel", "2", "--compile"], "--context-parallel 2 and --compile cannot both be given"),
+        (
+            ["--context-parallel", "2", "--bptt-chunk", "8"],
+            "--context-parallel 2 and --bptt-chunk cannot both be given",
+        ),
         (["--dataset", "a", "--data-files", "b"], "--dataset and --data-files cannot both be given"),
         (["--streaming"], "--streaming belongs to --dataset, which is not given"),
         (["--dataset-config", "a"], "--dataset-config belongs to --dataset, which is not given"),

@@ -137,7 +137,10 @@ def refusals():
     config = CONFIGS[0]
     model = AutoModelForCausalLM.from_config(config)
     ids = torch.ones(1, 8, dtype=torch.long)
-    with context_parallel(model):
+    with context_parallel(model) as context:
+        with context.suspended():  # each rank's own text, whatever the others do
+            text = torch.ones(1, 8 + dist.get_rank(), dtype=torch.long)
+            assert model(text, labels=text).loss.isfinite()
         refused(ValueError, "split already", lambda: context_parallel(model))
         refused(ValueError, "has no cache", lambda: model(ids, use_cache=True))
         refused(ValueError, "give seq_idx", lambda: model(ids, cu_seq_lens_q=torch.tensor([0, 8])))
@@ -146,6 +149,8 @@ def refusals():
         TypeError, "a causal language model or a backbone",
         lambda: context_parallel(AutoModelForSequenceClassification.from_config(config)),
     )  # fmt: skip
+    learned = AutoModelForCausalLM.from_config(hf_recurrent.MinGRUConfig(**SHARED, learned_initial_state=True))
+    refused(ValueError, "learned_initial_state=False", lambda: context_parallel(learned))
     for options, words in (({"bidirectional": True}, "needs a causal model"), ({"norm": "batch"}, "norm='batch'")):
         s5 = AutoModelForCausalLM.from_config(hf_recurrent.S5Config(**SHARED, state_size=4, num_blocks=1))
         for name, value in options.items():

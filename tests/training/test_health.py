@@ -105,4 +105,5 @@ def test_the_longest_row_without_its_padding():
         return values + torch.stack([torch.zeros_like(values[0]), torch.ones_like(values[1])]) * values[1:]
 
     assert "memory_16" not in health(model, short, lambda values: values)
+    assert health(model, batch | {"attention_mask": 0 * mask}, lambda values: values) == {}  # nothing but padding
     assert health(model, alone, both)["memory_16"] == pytest.approx(padded["memory_16"] / 2)

@@ -44,10 +44,38 @@ def test_several_sources_in_several_processes(train_processes, tmp_path):
         assert 0 < memory < 1
 
 
+def test_rows_over_several_processes(train_processes):
+    """Context parallelism: two replicas of two processes, one of four, and one whose processes have shards."""
+    flags = "--total-batch-size 8 --max-steps 6 --save-steps 3 --keep-checkpoints 9 --health-steps 3".split()
+    one = train_processes("one", 1, *flags)
+    four = train_processes("four", 4, *flags, "--context-parallel", "2", "--batch-size", "1")
+    assert "context     each row over 2 processes" in output(four)
+    assert_same(four, one)
+    sharded = ["--context-parallel", "4", "--fsdp", "--gradient-checkpointing"]
+    assert_same(train_processes("sharded", 4, *flags, *sharded), one)
+    # The rows of a step are the same, so that a run may go on over other processes.
+    resumed = train_processes(forget_the_end(four).name, 2, *flags, "--resume", "--context-parallel", "2")
+    assert_same(resumed, one)
+
+
+def test_padded_rows_over_several_processes(train_processes):
+    flags = "--total-batch-size 8 --max-steps 4 --health-steps 2 --packing no --model-type longhorn".split()
+    one = train_processes("one", 1, *flags)
+    four = train_processes("four", 4, *flags, "--context-parallel", "4")
+    assert_same(four, one)  # of some rows the last parts are padding alone
+    [first, second] = curve(four, "memory_1")["memory_1"]
+    assert 0 < first < 1 and 0 < second < 1
+
+
 def test_what_is_refused_before_the_first_step(train_processes):
     folder = train_processes("refused", 2, "--total-batch-size", "9", "--max-steps", "2", status=2)
     assert "--total-batch-size 9 cannot be shared evenly by 2 processes" in output(folder)
     assert not folder.exists()
+    folder = train_processes("grouped", 2, "--context-parallel", "3", status=2)
+    assert "--context-parallel 3 must divide the number of processes, got 2" in output(folder)
+    overrides = ["--config-overrides", "learned_initial_state=true"]
+    folder = train_processes("learned", 2, "--context-parallel", "2", *overrides, "--max-steps", "1", status=2)
+    assert "needs learned_initial_state=False, got True" in output(folder)
     run = train_processes("run", 1, "--batch-size", "2", "--max-steps", "2", "--save-steps", "1")
     train_processes("run", 2, "--batch-size", "2", "--max-steps", "2", "--save-steps", "1", "--resume", status=2)
     assert "was written with 2 rows per optimiser step (batch size x passes x processes), now they are 4" in output(run)

@@ -60,6 +60,16 @@ def test_checkpointing_keeps_less_for_more_products(capsys):
     assert plain["steps"] == 10 and plain["tokens_per_step"] == 16 * 64 and plain["seconds"] > 0
 
 
+def test_a_context_over_processes_is_counted_for_one_of_them(capsys):
+    flags = "--tokenizer bytes --batch-size 2 --max-steps 1 --sequence-length 64".split()
+    whole = dry_run(*arguments.parse(flags))
+    part = dry_run(*arguments.parse([*flags, "--context-parallel", "4"]))
+    assert part["tokens_per_step"] == whole["tokens_per_step"] and part["state_bytes"] == whole["state_bytes"]
+    assert part["flops_per_step"] * 4 == pytest.approx(whole["flops_per_step"], rel=0.05)
+    assert part["activation_bytes"] < whole["activation_bytes"] / 3
+    assert "step, on 4 processes" in capsys.readouterr().out
+
+
 def test_the_estimate_is_for_the_device_of_the_run(monkeypatch):
     monkeypatch.setattr("hf_recurrent.training.dryrun.matrix_rate", lambda device: 1e9 if device == "cpu" else 1e12)
     flags = "--tokenizer bytes --dry-run --hidden-size 8 --sequence-length 16 --max-steps 10".split()
