@@ -212,3 +212,12 @@ def test_what_keeping_freed_memory_gains(tmp_path):
     (found,) = json.loads((tmp_path / "freed_memory.json").read_text())["cases"].values()
     assert set(found) == {"default", "kept", "returned"} and found["default"]["ratio"] == 1
     assert all(one["seconds"] > 0 and one["peak_bytes"] > 0 for one in found.values())
+
+
+def test_what_a_resume_costs(tmp_path):
+    done = run("--quick", "--rounds", 1, "--output", tmp_path, script="resuming.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "resuming.json").read_text())
+    seconds = found["seconds"]
+    assert seconds["cost"] == pytest.approx(seconds["resumed"] - seconds["begun"], abs=2e-3)
+    assert seconds["saved"] > 0 and seconds["read"] > 0 and found["checkpoint_bytes"] > 12 * found["parameters"]
