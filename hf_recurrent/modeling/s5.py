@@ -41,6 +41,7 @@ from ..scan import linear_scan, s5_scan
 from ..scan.cells import discretize
 from ..scan.elementwise import gate, skip_gelu
 from ..scan.s5 import drive, product, read
+from ..scan.split import of_first
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, activation, at_least, kernel_size, not_negative, positive, probability
 from .hippo import hippo_normal, lecun_normal
@@ -328,7 +329,9 @@ class ChannelDropout(nn.Dropout):
 
     def scale(self, x: Tensor) -> Tensor | None:
         """What `forward` multiplies x by, (B, 1, D); None where that is 1."""
-        return super().forward(x.new_ones(x.shape[0], 1, x.shape[2])) if self.training and self.p else None
+        if not self.training or not self.p:
+            return None
+        return of_first(super().forward(x.new_ones(x.shape[0], 1, x.shape[2])))
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale(x)

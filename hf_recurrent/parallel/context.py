@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..modeling.configuration import RecurrentConfig
 from ..modeling.model import IGNORED, RecurrentForCausalLM, RecurrentModel
 from ..scan import split
 
@@ -69,22 +70,28 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
     backbone = model.base_model if isinstance(model, RecurrentForCausalLM) else model
     if not isinstance(backbone, RecurrentModel):
         raise TypeError(f"context_parallel takes a causal language model or a backbone, got a {type(model).__name__}")
-    if getattr(backbone.config, "bidirectional", False):
-        raise ValueError("context_parallel needs a causal model, got bidirectional=True")
-    if getattr(backbone.config, "norm", None) == "batch":
-        raise ValueError("context_parallel needs norms of single tokens, got norm='batch'")
-    if backbone.config.learned_initial_state:
-        raise ValueError("context_parallel needs learned_initial_state=False, got True")
+    check_split_config(backbone.config)
     if backbone.context_group is not None:
         raise ValueError("the model's context is split already")
     backbone.context_group = group
     handles = [backbone.register_forward_pre_hook(_without_cache, with_kwargs=True)]
-    for layer in backbone.layers:
-        handles.append(layer.mixer.register_forward_pre_hook(lambda *_: split.enter(backbone.context_group)))
-        handles.append(layer.mixer.register_forward_hook(lambda *_: split.leave(), always_call=True))
+    # Modules inside of what checkpointing calls again; the dropout may be of whole rows.
+    for module in (module for layer in backbone.layers for module in (layer.mixer, layer.dropout)):
+        handles.append(module.register_forward_pre_hook(lambda *_: split.enter(backbone.context_group)))
+        handles.append(module.register_forward_hook(lambda *_: split.leave(), always_call=True))
     if backbone is not model:
         handles.append(model.register_forward_pre_hook(_share_loss, with_kwargs=True))
     return ContextParallel(backbone, handles)
+
+
+def check_split_config(config: RecurrentConfig) -> None:
+    """Raises ValueError for a model whose context cannot be split."""
+    if getattr(config, "bidirectional", False):
+        raise ValueError("context_parallel needs a causal model, got bidirectional=True")
+    if getattr(config, "norm", None) == "batch":
+        raise ValueError("context_parallel needs norms of single tokens, got norm='batch'")
+    if config.learned_initial_state:
+        raise ValueError("context_parallel needs learned_initial_state=False, got True")
 
 
 def _without_cache(backbone: RecurrentModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

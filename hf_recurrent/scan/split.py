@@ -11,7 +11,8 @@ back: with g_r the gradient that part r alone sends to its h_in,
 
     lambda_{r-1} = g_r + conj(A_r) lambda_r
 
-is the gradient of part r - 1's h_out. Two scans each way in place of one, and two states per exchange, whatever L is.
+is the gradient of part r - 1's h_out. Two scans forward in place of one; a third, and two ways back through it, in
+the backward pass; and two states per exchange, whatever L is.
 """
 
 from collections.abc import Callable
@@ -87,24 +88,28 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, run, kept, *inputs):
         own, factor = run(inputs, None)[1], kept(inputs)
-        before = entering(factor.expand_as(own).to(own.dtype), own, group)
-        if not any(ctx.needs_input_grad):
-            return run(inputs, before)
-        # The second scan keeps its graph: the backward pass goes through it twice.
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-            before.requires_grad_()
-            outputs, final = run(leaves, before)
-        ctx.group, ctx.factor, ctx.graph = group, factor.expand_as(own).to(own.dtype), (leaves, before, outputs, final)
-        final = final.detach()
+        factor = factor.expand_as(own).to(own.dtype)
+        before = entering(factor, own, group)
+        ctx.group, ctx.run, device = group, run, own.device.type
+        ctx.autocast = {"enabled": torch.is_autocast_enabled(device), "dtype": torch.get_autocast_dtype(device)}
+        ctx.save_for_backward(factor, before, *inputs)
+        outputs, final = run(inputs, before)
         ctx.mark_non_differentiable(final)
-        return outputs.detach(), final
+        return outputs, final
 
     @staticmethod
     def backward(ctx, grad_outputs, _):
-        (leaves, before, outputs, final), ctx.graph = ctx.graph, None
+        """Scans once more: what a graph would have kept since the forward pass is what checkpointing is to save, and
+        each of the two ways through it would have repeated a checkpointed block."""
+        factor, before, *inputs = ctx.saved_tensors
+        with torch.enable_grad(), torch.autocast(before.device.type, **ctx.autocast):
+            leaves = [
+                x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, ctx.needs_input_grad[3:], strict=True)
+            ]
+            before = before.detach().requires_grad_()
+            outputs, final = ctx.run(leaves, before)
         (own,) = torch.autograd.grad(outputs, before, grad_outputs, retain_graph=True)
-        after = entering(ctx.factor.conj().resolve_conj(), own, ctx.group, back=True)
+        after = entering(factor.conj().resolve_conj(), own, ctx.group, back=True)
         wanted = [x for x in leaves if x.requires_grad]
         grads = iter(torch.autograd.grad((outputs, final), wanted, (grad_outputs, after)))
         return None, None, None, *(next(grads) if x.requires_grad else None for x in leaves)
@@ -142,6 +147,13 @@ def kept_state(a: Tensor, length: int, mask: Tensor | None, reset: Tensor | None
 
 
 # ---- what surrounds a scan: the inputs of a convolution, the borders of documents ------------------------------------
+
+
+def of_first(x: Tensor) -> Tensor:
+    """x of the first rank that shares the sequence, in x, which is nobody's gradient; x itself in a whole one."""
+    if (group := current_group()) is not None:
+        dist.broadcast(x, group=group, group_src=0)
+    return x
 
 
 class _Shift(torch.autograd.Function):

@@ -19,6 +19,7 @@ from accelerate.state import PartialState
 from accelerate.utils import (
     DeepSpeedPlugin,
     DistributedType,
+    DynamoBackend,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
     ParallelismConfig,
@@ -131,7 +132,7 @@ def split_context(accelerator: Accelerator, model: PreTrainedModel, args: TrainA
     multiple of that number on, have one each; None without.
 
     Raises:
-        ValueError: DeepSpeed, or a model whose context cannot be split.
+        ValueError: DeepSpeed, the launcher's compilation, or a model whose context cannot be split.
     """
     if args.context_parallel == 1:
         return None
@@ -139,6 +140,8 @@ def split_context(accelerator: Accelerator, model: PreTrainedModel, args: TrainA
         raise ValueError(f"--context-parallel must be 1 under DeepSpeed, got {args.context_parallel}")
     if not isinstance(model, RecurrentPreTrainedModel):
         raise ValueError(f"--context-parallel must be 1 for a {type(model).__name__}, got {args.context_parallel}")
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise ValueError(f"--context-parallel must be 1 under --dynamo_backend, got {args.context_parallel}")
     timeout = None if args.timeout_minutes is None else timedelta(minutes=args.timeout_minutes)
     group, _ = torch.distributed.new_subgroups(args.context_parallel, timeout=timeout)
     return context_parallel(model, group)

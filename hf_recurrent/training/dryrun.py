@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..messages import counted
+from ..parallel.context import check_split_config
 from .arguments import DataArguments, ModelArguments, TrainArguments, check_together
 from .costs import matrix_rate
 from .data_arguments import DEFAULT_VOCAB_SIZE
@@ -118,6 +119,8 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
         config = check_folder(model_args.model)
         if data_args.tokenizer != "bpe":  # else its own
             check_fit(tokenizer_size(data_args).size, config.vocab_size)
+    if parts > 1:
+        check_split_config(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).train()
     counts = count(model, batch_size, length)

@@ -385,6 +385,8 @@ class Run:
         """Add what identifies the step's rows to `bad_batches.jsonl`."""
         rows = []
         for place, batch in zip(self._places(self.state.rows), batches, strict=True):
+            if self.part > 0:  # the process with the first part names the row
+                break
             for row, ids in zip(self.rows.identify(place, self.batch_size), batch["input_ids"], strict=True):
                 rows.append(row | {"begins": self.tokenizer.decode(ids[:BEGINNING])})
         mine = {"rank": self.rank, "loss": number(loss), "rows": rows}
@@ -401,7 +403,9 @@ class Run:
 
     def _measure_health(self, batch: dict[str, torch.Tensor]) -> None:
         if self.args.health_steps and self.state.step % self.args.health_steps == 0:
-            # A part of a row is as good as a row.
+            # A part of a row is as good as a row; in all processes a part of the same length.
+            shortest = self.arguments[1].sequence_length // self.args.context_parallel
+            batch = {name: values[:, :shortest] for name, values in batch.items()}
             with contextlib.nullcontext() if self.context is None else self.context.suspended():
                 self._log(health(self.model, batch, lambda values: self.accelerator.reduce(values, "sum")))
 
@@ -496,10 +500,11 @@ class Run:
                 f"--resume: {checkpoint} was written with {flag(name)} {then.get(name)}, now it is {now.get(name)}; "
                 f"`hf-recurrent train {self.folder.path / ARGUMENTS} --resume` goes on with the same settings"
             )
+        unit = "processes" if self.args.context_parallel == 1 else "groups of processes"
         if saved["rows_per_step"] != self.rows_per_step:
             raise ValueError(
                 f"--resume: {checkpoint} was written with {saved['rows_per_step']} rows per optimiser step "
-                f"(batch size x passes x processes), now they are {self.rows_per_step}: "
+                f"(batch size x passes x {unit}), now they are {self.rows_per_step}: "
                 f"--total-batch-size {saved['rows_per_step']} keeps them whatever the processes"
             )
         checkpoints.compare_versions(saved["versions"], checkpoint)
@@ -590,6 +595,7 @@ class Run:
             self._print(
                 f"stopped after step {self.state.step}; the model is saved in {self.folder.path}\n"
                 f"go on with: hf-recurrent train {self.folder.path / ARGUMENTS} --resume"
+                + (f", in {self.processes} processes again" if self.args.context_parallel > 1 else "")
             )
         else:
             self._print(f"the model is saved in {self.folder.path}")

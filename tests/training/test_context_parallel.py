@@ -1,5 +1,6 @@
 """A sequence over 2 and 4 processes gives what one process computes: outputs, loss, and every gradient."""
 
+import contextlib
 import math
 import sys
 import traceback
@@ -65,12 +66,16 @@ def compare(config, kind, checkpointing=False):
     (whole.logits.sin() * weights).sum().backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
+    calls = []
     if checkpointing:
         model.gradient_checkpointing_enable()
+        for layer in model.base_model.layers:
+            layer.mixer.register_forward_pre_hook(lambda *_: calls.append(1))
     with context_parallel(model):
         parts = {name: shares(x, lengths) for name, x in batch.items()}
         mine = model(**parts)
         (mine.logits.sin() * shares(weights, lengths)).sum().backward()
+        assert len(calls) == (2 * config.num_hidden_layers if checkpointing else 0)
         alone = model(**parts, skip_logits=True).loss.detach()
     sum_gradients(model)
     loss = mine.loss.detach()
@@ -111,6 +116,18 @@ def scans():
             torch.testing.assert_close(mine, part(whole), rtol=1e-5, atol=1e-6)
             if rank == size - 1:
                 torch.testing.assert_close(last, final, rtol=1e-5, atol=1e-6)
+
+
+def dropout():
+    """S5 drops channels of whole rows, whoever has them."""
+    model = AutoModelForCausalLM.from_config(hf_recurrent.S5Config(**SHARED, state_size=4, num_blocks=1))
+    dropped = model.base_model.layers[0].dropout.train()
+    dropped.p = 0.5
+    torch.manual_seed(dist.get_rank())
+    for split_context in (True, False):
+        with context_parallel(model) if split_context else contextlib.nullcontext():
+            everywhere = split.gather(dropped(torch.ones(4, 3, 64)), dist.group.WORLD)
+        assert bool((everywhere == everywhere[0]).all()) == split_context
 
 
 def exchanges():
@@ -177,7 +194,9 @@ def in_group(names):
 @pytest.mark.parametrize("processes", [2, 4])
 def test_parts_equal_the_whole(tmp_path, processes):
     log = tmp_path / "log"
-    group = start_group(in_group, ["exchanges", "refusals", "scans", "every_family"], processes=processes, log=log)
-    assert finish(group, timeout=60) == [0] * processes, "\n".join(
+    group = start_group(
+        in_group, ["exchanges", "refusals", "scans", "dropout", "every_family"], processes=processes, log=log
+    )
+    assert finish(group, timeout=240) == [0] * processes, "\n".join(
         p.read_text() for p in sorted(tmp_path.glob("log.*"))
     )

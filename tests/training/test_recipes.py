@@ -68,6 +68,9 @@ def test_a_context_over_processes_is_counted_for_one_of_them(capsys):
     assert part["flops_per_step"] * 4 == pytest.approx(whole["flops_per_step"], rel=0.05)
     assert part["activation_bytes"] < whole["activation_bytes"] / 3
     assert "step, on 4 processes" in capsys.readouterr().out
+    learned = "--context-parallel 2 --config-overrides learned_initial_state=true".split()
+    with pytest.raises(ValueError, match="learned_initial_state=False, got True"):
+        dry_run(*arguments.parse([*flags, *learned]))
 
 
 def test_the_estimate_is_for_the_device_of_the_run(monkeypatch):
