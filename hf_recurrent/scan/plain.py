@@ -39,6 +39,7 @@ __all__ = [
     "longhorn_scan",
     "mingru_scan",
     "minlstm_scan",
+    "of_first",
     "product",
     "read",
     "rms_norm",
@@ -240,6 +241,11 @@ def carried_inputs(state: Tensor | None, own, mask: Tensor | None, reset: Tensor
 def document_borders(group: None, position_ids, seq_idx, mask, starts, like, shortest: int) -> tuple:
     """mask and starts: an exported model has whole sequences."""
     return mask, starts
+
+
+def of_first(x: Tensor) -> Tensor:
+    """x: an exported model has whole sequences."""
+    return x
 
 
 def skip_gelu(x: Tensor, skipped: Tensor, d: Tensor, scale: Tensor | None = None) -> Tensor:

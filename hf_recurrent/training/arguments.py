@@ -26,7 +26,7 @@ examples:
   hf-recurrent train recipe.yaml --dry-run                  sizes, memory and time, without data or network
   hf-recurrent train recipe.yaml --resume auto              the same command, however often it is interrupted
   hf-recurrent train --model runs/mingru --data-files notes.txt --output-dir runs/notes
-  torchrun --nproc-per-node 4 -m hf_recurrent.training recipe.yaml --context-parallel 4      rows too long for one device
+  torchrun --nproc-per-node 4 -m hf_recurrent.training recipe.yaml --context-parallel 4     rows too long for one device
 """
 
 
