@@ -145,11 +145,15 @@ def exported(tmp_path_factory, inputs):
 
 @pytest.fixture
 def chunked(monkeypatch):
-    """The package's models without compiled kernels."""
+    """The package's models without compiled kernels, on one thread, as the exported ones run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for module in (ops, gateloop_heads, longhorn, elementwise):
         monkeypatch.setattr(module, "choose_backend", lambda backend, device: "chunked")
     monkeypatch.setattr(cpu, "unavailable_reason", lambda: "not here")
     monkeypatch.setattr(cpu, "kernel", lambda *_: None)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
