@@ -10,8 +10,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from decode import SIZES, SMALL, build, config
@@ -19,15 +17,10 @@ from hf_recurrent.files import write_whole
 from hf_recurrent.measure import machine, make_folder, positive
 from hf_recurrent.training import arguments
 from hf_recurrent.training.loop import Run
+from tokenising import seconds_of
 
 GOAL_SECONDS = 5.0
 PACKAGES = ("hf-recurrent", "torch", "transformers", "accelerate")
-
-
-def timed(function: Callable[[], object]) -> tuple[float, object]:
-    start = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start, result
 
 
 def new_run(flags: list[str]) -> Run:
@@ -40,7 +33,7 @@ def trained(flags: list[str]) -> tuple[int, float]:
     """Train for a step; the model's parameters, and the seconds that the one checkpoint has taken."""
     run, seconds = new_run(flags), []
     save_checkpoint = run.save_checkpoint
-    run.save_checkpoint = lambda: seconds.append(timed(save_checkpoint)[0])
+    run.save_checkpoint = lambda: seconds.append(seconds_of(save_checkpoint)[0])
     run.train()
     return run.parameters, *seconds
 
@@ -68,12 +61,12 @@ def measure(model, folder: Path, rounds: int) -> dict:
     [checkpoint] = (folder / "run" / "checkpoints").iterdir()
     seconds: dict[str, list[float]] = {"begun": [], "resumed": [], "cost": [], "saved": [saved], "read": []}
     for number in range(rounds):
-        begun = timed(lambda: new_run([*flags.split(), "--output-dir", f"{folder}/new-{number}"]))[0]  # noqa: B023
-        resumed, run = timed(lambda: new_run([*flags.split(), "--output-dir", f"{folder}/run", "--resume"]))
+        begun = seconds_of(lambda: new_run([*flags.split(), "--output-dir", f"{folder}/new-{number}"]))[0]  # noqa: B023
+        resumed, run = seconds_of(lambda: new_run([*flags.split(), "--output-dir", f"{folder}/run", "--resume"]))
         if run.state.step != 1:
             raise RuntimeError(f"the run went on from step {run.state.step}, expected 1")
         del run
-        reading, size = timed(lambda: read(checkpoint))
+        reading, size = seconds_of(lambda: read(checkpoint))
         for name, value in {"begun": begun, "resumed": resumed, "cost": resumed - begun, "read": reading}.items():
             seconds[name].append(value)
     medians = {name: round(statistics.median(values), 3) for name, values in seconds.items()}

@@ -21,10 +21,12 @@ from ..scan import split
 
 
 class ContextParallel:
-    """What `context_parallel` returns: the end of a `with` block, or `remove()`, makes the model whole again."""
+    """What `context_parallel` returns: the end of a `with` block, or `remove()`, makes the model whole again. `group`
+    is that of the ranks that share a sequence."""
 
     def __init__(self, backbone: RecurrentModel, handles: list):
         self._backbone, self._handles = backbone, handles
+        self.group = backbone.context_group
 
     def remove(self) -> None:
         self._backbone.context_group = None
@@ -40,11 +42,11 @@ class ContextParallel:
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside, each rank's inputs are texts of their own."""
-        group, self._backbone.context_group = self._backbone.context_group, None
+        self._backbone.context_group = None
         try:
             yield
         finally:
-            self._backbone.context_group = group
+            self._backbone.context_group = self.group
 
 
 def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> ContextParallel:

@@ -23,6 +23,7 @@ from ..malloc import keep_freed_memory
 from ..messages import counted
 from ..modeling.configuration import RecurrentConfig
 from ..modeling.model import IGNORED
+from ..parallel import part
 from . import checkpoints, costs, distributed
 from .arguments import DataArguments, ModelArguments, TrainArguments, check_together, flag, to_yaml
 from .bptt import backward_in_chunks
@@ -313,17 +314,17 @@ class Run:
         """Where each pass of this process begins, in a step whose rows begin at `first`."""
         return [first + (number * self.replicas + self.replica) * self.batch_size for number in range(self.passes)]
 
-    def _own_part(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _own_part(self, rows: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """This process's part of each row: all of it, unless several processes share one."""
-        return {name: np.array_split(value, self.args.context_parallel, 1)[self.part] for name, value in rows.items()}
+        whole = {name: torch.from_numpy(value) for name, value in rows.items()}
+        return whole if self.context is None else {name: part(x, self.context.group) for name, x in whole.items()}
 
     def _read(self, first: int) -> list[dict[str, torch.Tensor]]:
         """This process's rows of the step that begins at `first`, for each pass, as they go to the device."""
         pin = self.accelerator.device.type == "cuda"
         batches = []
         for place in self._places(first):
-            mine = self._own_part(self.rows.take(place, self.batch_size))
-            rows = {name: torch.from_numpy(value).contiguous() for name, value in mine.items()}
+            rows = self._own_part(self.rows.take(place, self.batch_size))
             batches.append({name: rows[name].pin_memory() if pin else rows[name] for name in rows})
         return batches
 
@@ -384,11 +385,10 @@ class Run:
     ) -> None:
         """Add what identifies the step's rows to `bad_batches.jsonl`."""
         rows = []
-        for place, batch in zip(self._places(self.state.rows), batches, strict=True):
-            if self.part > 0:  # the process with the first part names the row
-                break
-            for row, ids in zip(self.rows.identify(place, self.batch_size), batch["input_ids"], strict=True):
-                rows.append(row | {"begins": self.tokenizer.decode(ids[:BEGINNING])})
+        if self.part == 0:  # the process with the first part names the row
+            for place, batch in zip(self._places(self.state.rows), batches, strict=True):
+                for row, ids in zip(self.rows.identify(place, self.batch_size), batch["input_ids"], strict=True):
+                    rows.append(row | {"begins": self.tokenizer.decode(ids[:BEGINNING])})
         mine = {"rank": self.rank, "loss": number(loss), "rows": rows}
         line = {"step": self.state.step + 1, "fault": verdict.fault, "action": verdict.action}
         line |= {
