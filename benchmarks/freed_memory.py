@@ -22,9 +22,9 @@ from hf_recurrent.files import write_whole
 from hf_recurrent.measure import machine, make_folder, positive
 from hf_recurrent.training.arguments import parse
 from hf_recurrent.training.costs import peak_memory
-from hf_recurrent.training.dryrun import tokenizer_size
 from hf_recurrent.training.model import create_model
 from hf_recurrent.training.optimizer import create_optimizer
+from hf_recurrent.training.tokenizer import tokenizer_size
 
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 # recipe -> rows of a step

@@ -1,58 +1,21 @@
 """`hf-recurrent train --dry-run`: what a recipe asks for, counted without its data and without training."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..messages import counted
-from ..parallel.context import check_split_config
 from .arguments import DataArguments, ModelArguments, TrainArguments, check_together
 from .costs import matrix_rate
-from .data_arguments import DEFAULT_VOCAB_SIZE
-from .model import check_fit, check_folder, checkpoint_activations, create_config
+from .model import checkpoint_activations, planned_config
 from .report import table
-from .tokenizer import check_vocab_size, load_tokenizer
 from .trackers import check_names
 
-# Tokenizers that recipes name, so that they can be counted where there is no network: tokens, and the last one's use.
-KNOWN_TOKENIZERS = {"openai-community/gpt2": 50257, "EleutherAI/gpt-neox-20b": 50277}
-BYTES = 257
 STATE_BYTES = 16  # of AdamW in float32, per parameter: the weight, its gradient, and two moments
 GIB = 2**30
 UNITS = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
-
-
-@dataclass
-class TokenizerSize:
-    """As much of a tokenizer as a configuration asks for. The ids are of no consequence to a count."""
-
-    size: int
-    bos_token_id: int | None = 0
-    eos_token_id: int | None = 0
-    pad_token_id: int | None = 0
-
-    def __len__(self) -> int:
-        return self.size
-
-
-def tokenizer_size(args: DataArguments) -> TokenizerSize:
-    """The size of the tokenizer that the arguments ask for; a BPE's at most.
-
-    Raises:
-        ValueError: it is neither here nor known; a BPE would be too small.
-    """
-    if args.tokenizer == "bytes":
-        return TokenizerSize(BYTES)
-    if args.tokenizer == "bpe":
-        size = args.vocab_size or DEFAULT_VOCAB_SIZE
-        check_vocab_size(size)
-        return TokenizerSize(size)
-    if args.tokenizer in KNOWN_TOKENIZERS and not Path(args.tokenizer).exists():
-        return TokenizerSize(KNOWN_TOKENIZERS[args.tokenizer])
-    return TokenizerSize(len(load_tokenizer(args.tokenizer)))
 
 
 @dataclass
@@ -113,14 +76,7 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
     parts = train_args.context_parallel
     batch_size, passes = train_args.passes(parts)
     length = -(-data_args.sequence_length // parts)
-    if model_args.model is None:
-        config = create_config(model_args, tokenizer_size(data_args))
-    else:
-        config = check_folder(model_args.model)
-        if data_args.tokenizer != "bpe":  # else its own
-            check_fit(tokenizer_size(data_args).size, config.vocab_size)
-    if parts > 1:
-        check_split_config(config)
+    config = planned_config(model_args, data_args, train_args)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).train()
     counts = count(model, batch_size, length)

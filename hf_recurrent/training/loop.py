@@ -33,14 +33,13 @@ from .folder import ARGUMENTS, BAD_BATCHES, TRACKERS, RunFolder
 from .health import health
 from .input import build_rows, first_texts, prune_token_cache, save_places, summary
 from .loss_policy import LossPolicy, Verdict
-from .model import check_fit, check_folder, checkpoint_activations, create_model, load_model
+from .model import check_fit, check_folder, checkpoint_activations, create_model, load_model, planned_config
 from .optimizer import create_optimizer, learning_rate_ratio
 from .prefetch import Prefetcher
 from .report import Baselines, baselines, plot_loss, table
 from .signals import interrupts
 from .sources import load_corpus
-from .tokenizer import byte_tokenizer, load_tokenizer, train_bpe
-from .tokens import largest_id
+from .tokenizer import TokenizerSize, byte_tokenizer, load_tokenizer, train_bpe
 from .trackers import check_trackers, finish_trackers, send, start_trackers
 from .validation import ValidationRows, validation_rows
 
@@ -149,8 +148,8 @@ class Run:
         # A checkpoint has all weights, so that the model that the run began with need not be there any more. (Those of
         # older versions lack its configuration.)
         self.has_configuration = checkpoint is not None and (checkpoint / CONFIG_NAME).is_file()
-        if model_args.model is not None and not self.has_configuration:
-            check_folder(model_args.model)
+        if not self.has_configuration:
+            planned_config(*self.arguments)  # what it refuses is not to wait for the corpus
         saved = None if checkpoint is None else self._read_state(checkpoint)
 
         corpus = load_corpus(data_args, train_args.seed)
@@ -235,8 +234,9 @@ class Run:
 
     def _model(self) -> PreTrainedModel:
         model_args, _, args = self.arguments
+        tokenizer = TokenizerSize.of(self.tokenizer)
         if model_args.model is None:
-            model = create_model(model_args, self.tokenizer)
+            model = create_model(model_args, tokenizer)
         elif self.has_configuration:
             model = AutoModelForCausalLM.from_config(check_folder(str(self.checkpoint), "--resume:"))
             model.generation_config = GenerationConfig.from_pretrained(self.checkpoint)
@@ -244,7 +244,7 @@ class Run:
             model = load_model(model_args.model)
         if model.dtype != torch.float64:
             model.float()  # in 16 bits, as it may have been saved, most of an optimiser's steps would be rounded away
-        check_fit(max(len(self.tokenizer), largest_id(self.tokenizer) + 1), model.config.vocab_size)
+        check_fit(tokenizer.size, model.config.vocab_size)
         if args.gradient_checkpointing:
             self.loss_options = checkpoint_activations(model)
         elif self.accelerator.device.type == "cpu":  # the next step's tensors have the sizes of this one's

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..hub import access
@@ -13,7 +13,9 @@ from ..malloc import return_freed_memory
 from ..messages import first_line, nearest
 from ..modeling import FAMILIES
 from ..modeling.model import RecurrentPreTrainedModel
-from .arguments import ModelArguments, flag
+from ..parallel.context import check_split_config
+from .arguments import DataArguments, ModelArguments, TrainArguments, flag
+from .tokenizer import TokenizerSize, tokenizer_size
 
 # Small enough for two CPU cores; a family's own defaults are those of its paper's smaller language models.
 DEFAULT_MODEL_TYPE = "mingru"
@@ -51,8 +53,8 @@ def parse_overrides(text: str, source: str = "--config-overrides") -> dict[str, 
     return overrides
 
 
-def create_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """The configuration that the arguments describe, with the tokenizer's vocabulary and special tokens.
+def create_config(args: ModelArguments, tokenizer: TokenizerSize) -> PreTrainedConfig:
+    """The configuration that the arguments describe, with the tokenizer's size and special tokens.
 
     Raises:
         ValueError: an unknown family, a field that the family does not have, a value that does not fit.
@@ -75,7 +77,7 @@ def create_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> P
                 raise ValueError(f"{source}: {name} {reason}")
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
-        return config_class(**(DEFAULT_SIZE | fields | overrides), vocab_size=len(tokenizer), **tokens)
+        return config_class(**(DEFAULT_SIZE | fields | overrides), vocab_size=tokenizer.size, **tokens)
     except StrictDataclassError as error:  # "Validation error for field 'candidate':", and what is wrong with it below
         name = next((name for name in flags | overrides if f"'{name}'" in first_line(error)), None)
         what = config_class.__name__ if name is None else flag(name) if name in flags else f"--config-overrides: {name}"
@@ -84,7 +86,7 @@ def create_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> P
         raise ValueError(f"{config_class.__name__}: {' '.join(str(error).split())}") from None
 
 
-def create_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def create_model(args: ModelArguments, tokenizer: TokenizerSize) -> PreTrainedModel:
     """A new causal language model. Raises what `create_config` raises."""
     return AutoModelForCausalLM.from_config(create_config(args, tokenizer))
 
@@ -151,6 +153,24 @@ def load_model(name: str, what: str = "--model", model_class: type = AutoModelFo
                 f"{what} {name}: its weights {fault.format(', '.join(names[:3]))}" + " ..." * (len(names) > 3)
             )
     return model
+
+
+def planned_config(model_args: ModelArguments, data_args: DataArguments, args: TrainArguments) -> PreTrainedConfig:
+    """The configuration that a run's arguments describe, as far as it is known before a text is read.
+
+    Raises:
+        ValueError: what `create_config` and `check_folder` refuse, a tokenizer that does not fit the model, a model
+            that cannot be trained as the arguments ask for.
+    """
+    if model_args.model is None:
+        config = create_config(model_args, tokenizer_size(data_args))
+    else:
+        config = check_folder(model_args.model)
+        if data_args.tokenizer != "bpe":  # else its own
+            check_fit(tokenizer_size(data_args).size, config.vocab_size)
+    if args.context_parallel > 1:
+        check_split_config(config)
+    return config
 
 
 def check_fit(tokens: int, vocab_size: int) -> None:

@@ -1,16 +1,20 @@
 """Tokenizers: byte-level BPE trained on the corpus, plain bytes, or one from a folder or the Hub."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..hub import access
-from .data_arguments import DEFAULT_VOCAB_SIZE
+from .data_arguments import DEFAULT_VOCAB_SIZE, DataArguments
+from .tokens import largest_id
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
+# Tokenizers that recipes name, so that they can be counted where there is no network: tokens, and the last one's use.
+KNOWN_TOKENIZERS = {"openai-community/gpt2": 50257, "EleutherAI/gpt-neox-20b": 50277}
 
 
 def byte_symbols() -> list[str]:
@@ -95,3 +99,39 @@ def load_tokenizer(name: str, flag: str = "--tokenizer") -> PreTrainedTokenizerB
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {name}: it has no end-of-sequence token to mark where documents end")
     return tokenizer
+
+
+@dataclass
+class TokenizerSize:
+    """As much of a tokenizer as a configuration asks for.
+
+    Args:
+        size: embeddings that it needs: one more than its largest id, which may lie beyond the number of its tokens.
+    """
+
+    size: int
+    bos_token_id: int | None = 0  # where only the size is known, the ids are of no consequence
+    eos_token_id: int | None = 0
+    pad_token_id: int | None = 0
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "TokenizerSize":
+        size = max(len(tokenizer), largest_id(tokenizer) + 1)
+        return cls(size, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+def tokenizer_size(args: DataArguments) -> TokenizerSize:
+    """The size of the tokenizer that the arguments ask for; a BPE's at most.
+
+    Raises:
+        ValueError: it is neither here nor known; a BPE would be too small.
+    """
+    if args.tokenizer == "bytes":
+        return TokenizerSize(MIN_VOCAB_SIZE)
+    if args.tokenizer == "bpe":
+        size = args.vocab_size or DEFAULT_VOCAB_SIZE
+        check_vocab_size(size)
+        return TokenizerSize(size)
+    if args.tokenizer in KNOWN_TOKENIZERS and not Path(args.tokenizer).exists():
+        return TokenizerSize(KNOWN_TOKENIZERS[args.tokenizer])
+    return TokenizerSize.of(load_tokenizer(args.tokenizer))

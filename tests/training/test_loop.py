@@ -637,6 +637,14 @@ def test_what_is_refused(flags, message, text, tmp_path, capsys):
     assert not out.exists()
 
 
+def test_a_model_is_refused_before_the_corpus_is_read(tmp_path, capsys):
+    common = ["--data-files", tmp_path / "missing.txt", "--output-dir", tmp_path / "out"]
+    assert "missing.txt" in failure(common, capsys)
+    assert "candidat is not a field" in failure([*common, "--config-overrides", "candidat=vanilla"], capsys)
+    split = ["--context-parallel", 2, "--model-type", "s5", "--config-overrides", "bidirectional=true", "--dry-run"]
+    assert "got bidirectional=True" in failure([*common, *split], capsys)
+
+
 def test_a_model_of_another_type(text, tmp_path, capsys):
     other = tmp_path / "other"
     other.mkdir()
@@ -683,6 +691,8 @@ def test_a_tokenizer_with_a_token_beyond_its_number(train, text, tmp_path, capsy
     argv += ["--output-dir", tmp_path / "out"]
     assert cli.main(["train", *TINY[4:], *map(str, argv)]) == 2
     assert "the tokenizer does not fit the model: it has 401 tokens" in capsys.readouterr().err
+    new = train("--max-steps", 1, "--tokenizer", tmp_path / "sparse", name="new")
+    assert json.loads((new / "config.json").read_text())["vocab_size"] == 401
 
 
 def test_a_run_that_is_not_the_checkpoints(train, text, tmp_path, capsys):
