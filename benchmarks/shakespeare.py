@@ -75,6 +75,8 @@ def run(model: str, seed: int, folder: Path, args: argparse.Namespace) -> dict:
         "seed": seed, "mixed_precision": args.mixed_precision, "save_steps": args.eval_steps, "keep_checkpoints": 1,
         "learning_rate": args.learning_rate, "output_dir": folder, "resume": "auto",
     }  # fmt: skip
+    if model == "transformer":
+        settings["health_steps"] = 0  # it has no recurrences to look at
     if args.hidden_size is not None:
         settings["hidden_size"] = args.hidden_size
     argv = [str(recipe)]

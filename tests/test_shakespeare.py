@@ -26,8 +26,12 @@ def flags(tmp_path):
     return [part for flag in sizes.items() for part in flag]
 
 
-def test_seeds_are_added_to_what_is_there(shakespeare, flags, tmp_path, capsys):
-    shakespeare.main([*flags, "--models", "mingru", "transformer", "--seeds", "0"])
+def test_seeds_are_added_to_what_is_there(shakespeare, flags, tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / "shakespeare_char_mingru.yaml"  # whose steps are so few that the layers' health is measured
+    recipe.write_text((shakespeare.RECIPES / recipe.name).read_text() + "health_steps: 1\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(shakespeare, "RECIPES", tmp_path)
+        shakespeare.main([*flags, "--models", "mingru", "transformer", "--seeds", "0"])
     first = json.loads((tmp_path / "out" / "shakespeare.json").read_text())
     assert [(one["model"], one["seed"]) for one in first["runs"]] == [("mingru", 0), ("transformer", 0)]
     assert first["summary"]["mingru"]["spread"] is None and first["summary"]["mingru"]["paper"] == 1.548

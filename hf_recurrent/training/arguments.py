@@ -195,26 +195,32 @@ class TrainArguments:
         if self.total_batch_size is not None and self.gradient_accumulation_steps is not None:
             raise ValueError("--total-batch-size and --gradient-accumulation-steps cannot both be given")
 
-    def passes(self, processes: int) -> tuple[int, int]:
-        """Rows per process in one pass, and passes per optimiser step.
+    def replicas(self, processes: int) -> int:
+        """Copies of the model that read different rows: one per group of --context-parallel processes.
 
         Raises:
-            ValueError: so many processes cannot share --total-batch-size evenly, or form no groups of
-                --context-parallel.
+            ValueError: so many processes form no such groups.
         """
         if processes % self.context_parallel:
             raise ValueError(
                 f"--context-parallel {self.context_parallel} must divide the number of processes, got {processes}"
             )
-        groups = processes // self.context_parallel
+        return processes // self.context_parallel
+
+    def passes(self, replicas: int) -> tuple[int, int]:
+        """Rows per replica in one pass, and passes per optimiser step.
+
+        Raises:
+            ValueError: so many replicas cannot share --total-batch-size evenly.
+        """
         if self.total_batch_size is None:
             return self.batch_size, self.gradient_accumulation_steps or 1
-        if self.total_batch_size % groups:
+        if self.total_batch_size % replicas:
             of = f"groups of {self.context_parallel} " if self.context_parallel > 1 else ""
             raise ValueError(
-                f"--total-batch-size {self.total_batch_size} cannot be shared evenly by {groups} {of}processes"
+                f"--total-batch-size {self.total_batch_size} cannot be shared evenly by {replicas} {of}processes"
             )
-        mine = self.total_batch_size // groups
+        mine = self.total_batch_size // replicas
         size = next(size for size in range(min(self.batch_size, mine), 0, -1) if mine % size == 0)
         return size, mine // size
 

@@ -74,7 +74,7 @@ def dry_run(model_args: ModelArguments, data_args: DataArguments, train_args: Tr
     check_together(model_args, data_args, train_args)
     check_names(train_args.log_with)
     parts = train_args.context_parallel
-    batch_size, passes = train_args.passes(parts)
+    batch_size, passes = train_args.passes(replicas=1)
     length = -(-data_args.sequence_length // parts)
     config = planned_config(model_args, data_args, train_args)
     with torch.device("meta"):

@@ -139,9 +139,9 @@ class Run:
         if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
             raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; on the CPU bf16 works")
         self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
-        self.batch_size, self.passes = train_args.passes(self.processes)
         # The processes that share a row are one replica of the model to all that deals out rows.
-        self.replicas = self.processes // train_args.context_parallel
+        self.replicas = train_args.replicas(self.processes)
+        self.batch_size, self.passes = train_args.passes(self.replicas)
         self.replica, self.part = divmod(self.rank, train_args.context_parallel)
         self.state = State()
         self.checkpoint = checkpoint = self.folder.newest_checkpoint() if train_args.resume else None
