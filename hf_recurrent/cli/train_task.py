@@ -1,5 +1,6 @@
 """`hf-recurrent train --task`: train on one of the papers' generated tasks."""
 
+import os
 import signal
 
 from .parser import CommandLineError, Parser, no_bars_for_files, number
@@ -64,6 +65,8 @@ def _said(metric: str, value: float) -> str:
 
 def run(argv: list[str]) -> int:
     args = _parser().parse(argv)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise CommandLineError(f"--task trains in one process, got {os.environ['WORLD_SIZE']} of a launcher")
 
     import torch
     from tqdm import tqdm

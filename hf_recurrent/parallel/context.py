@@ -9,6 +9,7 @@ What travels, and how often, is described in `hf_recurrent.scan.split`; docs/con
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -53,11 +54,11 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
     """Let `model` take its inputs for this rank's part of longer sequences, until the result's `remove()` or the end of
     its `with` block; the backward pass belongs inside.
 
-    Rank r of the group holds the r-th part of each row, parts of any lengths: `input_ids` (or `inputs_embeds`),
-    `attention_mask`, `position_ids`, `seq_idx` and `labels` are those of the part, (B, its length). Outputs are what
-    one process computes for these positions of the whole sequence. The loss is this rank's share: their sum over the
-    ranks is the mean over all targets (or their sum over `num_items_in_batch`), and so are the gradients of the
-    parameters (`sum_gradients`). Gradient checkpointing works; every rank must make the same calls.
+    Rank r of the group holds the r-th part of each row, parts of any lengths from 1 on: `input_ids` (or
+    `inputs_embeds`), `attention_mask`, `position_ids`, `seq_idx` and `labels` are those of the part, (B, its length).
+    Outputs are what one process computes for these positions of the whole sequence. The loss is this rank's share:
+    their sum over the ranks is the mean over all targets (or their sum over `num_items_in_batch`), and so are the
+    gradients of the parameters (`sum_gradients`). Gradient checkpointing works; every rank must make the same calls.
 
     Args:
         model: a causal language model or a backbone of any family. DDP, say, over other groups, may wrap it afterwards.
@@ -96,9 +97,16 @@ def check_split_config(config: RecurrentConfig) -> None:
         raise ValueError("context_parallel needs learned_initial_state=False, got True")
 
 
+def _by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict:
+    """All arguments of a call by their names, those that were given by position too."""
+    named = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+    return {name: value for name, value in named.items() if name not in ("self", "kwargs")} | named.get("kwargs", {})
+
+
 def _without_cache(backbone: RecurrentModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The configuration's default would make one."""
-    return args, kwargs | {"use_cache": kwargs.get("use_cache") or False}
+    kwargs = _by_name(backbone, args, kwargs)
+    return (), kwargs | {"use_cache": kwargs.get("use_cache") or False}
 
 
 def _share_loss(model: RecurrentForCausalLM, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -106,17 +114,18 @@ def _share_loss(model: RecurrentForCausalLM, args: tuple, kwargs: dict) -> tuple
     group = model.base_model.context_group
     if group is None:
         return args, kwargs
-    labels = kwargs.pop("labels", None)
+    kwargs = _by_name(model, args, kwargs)
+    labels, ignored = kwargs.pop("labels", None), kwargs.get("ignore_index", IGNORED)
     if labels is not None:
         following = split.shift(labels[:, 0], -1, group)
-        last = torch.full_like(labels[:, 0], IGNORED) if following is None else following
+        last = torch.full_like(labels[:, 0], ignored) if following is None else following
         kwargs["shift_labels"] = torch.cat([labels[:, 1:], last[:, None]], dim=1)
     targets = kwargs.get("shift_labels")
     if targets is not None and kwargs.get("num_items_in_batch") is None:
-        count = (targets != kwargs.get("ignore_index", IGNORED)).sum()
+        count = (targets != ignored).sum()
         dist.all_reduce(count, group=group)
         kwargs["num_items_in_batch"] = count
-    return args, kwargs
+    return (), kwargs
 
 
 def part(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:

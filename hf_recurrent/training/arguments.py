@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -192,6 +193,8 @@ class TrainArguments:
             raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; with --cpu bf16 works")
         if self.overwrite and self.resume:
             raise ValueError("--overwrite and --resume cannot both be given")
+        if self.on_loss_spike != "log" and self.loss_spike_threshold == 0:
+            raise ValueError(f"--on-loss-spike {self.on_loss_spike} and --loss-spike-threshold 0 cannot both be given")
         if self.total_batch_size is not None and self.gradient_accumulation_steps is not None:
             raise ValueError("--total-batch-size and --gradient-accumulation-steps cannot both be given")
 
@@ -237,6 +240,12 @@ def check_together(model: ModelArguments, data: DataArguments, train: TrainArgum
     if train.context_parallel > data.sequence_length:
         raise ValueError(
             f"--context-parallel must be at most --sequence-length {data.sequence_length}, got {train.context_parallel}"
+        )
+    if train.max_steps is not None and train.warmup_steps > train.max_steps:
+        warnings.warn(
+            f"--warmup-steps {train.warmup_steps:g} are more than --max-steps {train.max_steps}: the learning rate "
+            f"will not come to {train.learning_rate:g}",
+            stacklevel=2,
         )
     if model.model is not None and data.vocab_size is not None:
         raise ValueError("--vocab-size belongs to a new tokenizer, but --model brings its own")

@@ -13,9 +13,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.utils import FullyShardedDataParallelPlugin
-from accelerate.utils.constants import FSDP_MODEL_NAME, MODEL_NAME, OPTIMIZER_NAME
+from accelerate.utils import load as load_data
+from accelerate.utils.constants import FSDP_MODEL_NAME, MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME
 from accelerate.utils.fsdp_utils import load_fsdp_model, load_fsdp_optimizer
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
 from .. import __version__
@@ -45,6 +47,23 @@ def reading(checkpoint: Path) -> Iterator[None]:
         yield
     except Exception as error:  # torch, pickle, json and the system raise their own kinds
         raise ValueError(f"--resume: {checkpoint} cannot be read: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def of_any_process() -> Iterator[None]:
+    """Turns the one exception by which torch.distributed.checkpoint tells all processes what some have met, which is no
+    Exception, into the first of these."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
+
+
+def save(accelerator: Accelerator, folder: Path) -> None:
+    """Save weights, optimiser and random states."""
+    with of_any_process():
+        # torch's format keeps tied weights tied; safetensors would drop one and warn of it every time.
+        accelerator.save_state(str(folder), safe_serialization=False)
 
 
 def without_wrapper(accelerator: Accelerator) -> None:
@@ -89,10 +108,13 @@ def load(
     if sharded:
         for folder in (f"{FSDP_MODEL_NAME}_0", f"{OPTIMIZER_NAME}_0"):
             check_metadata(checkpoint / folder / ".metadata")
-    if sharded == accelerator.is_fsdp2:
-        accelerator.load_state(str(checkpoint))
-        return
-    (_load_shards if sharded else _load_into_shards)(accelerator, model, optimizer, checkpoint)
+    if processes == accelerator.num_processes:  # else each begins with others; and Accelerate passes over a fault in it
+        load_data(checkpoint / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl")
+    with of_any_process():
+        if sharded == accelerator.is_fsdp2:
+            accelerator.load_state(str(checkpoint))
+            return
+        (_load_shards if sharded else _load_into_shards)(accelerator, model, optimizer, checkpoint)
     load_accelerator_state(str(checkpoint), [], [], [], [], accelerator.process_index, accelerator.scaler)
 
 

@@ -162,6 +162,8 @@ class DataArguments(SourceArguments):
             raise ValueError("--skip-unreadable-files belongs to --data-files, which are not given")
         if self.vocab_size is not None and self.tokenizer != "bpe":
             raise ValueError(f"--vocab-size belongs to --tokenizer bpe, which is {self.tokenizer}")
+        if not self.token_cache and self.token_cache_gb != type(self).token_cache_gb:
+            raise ValueError("--no-token-cache and --token-cache-gb cannot both be given")
         require(self, "max_validation_documents", at_least=1)
         require(self, "vocab_size", at_least=1, at_most=LARGEST_VOCAB_SIZE)
         require(self, "sequence_length", at_least=2)

@@ -48,6 +48,7 @@ def create_accelerator(args: TrainArguments, **options) -> Accelerator:
 
     Raises:
         ValueError: FSDP of another version than 2, or settings of the launcher's that would not be honoured.
+        RuntimeError: the launcher's port is taken.
         ImportError: DeepSpeed is asked for and not installed.
     """
     group = {}
@@ -82,6 +83,9 @@ def create_accelerator(args: TrainArguments, **options) -> Accelerator:
             f"accelerate's gradient_accumulation_steps must be 1, got {accelerator.gradient_accumulation_steps}: "
             "the run has --gradient-accumulation-steps or --total-batch-size instead"
         )
+    backend = accelerator.state.dynamo_plugin.backend
+    if backend != DynamoBackend.NO:  # the model that is saved would have the wrapper's names
+        raise ValueError(f"accelerate's dynamo_backend must be no, got {backend.value.lower()}: --compile compiles")
     if fsdp_plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
         _shard_on_cpu(accelerator, fsdp_plugin)
     return accelerator
@@ -132,7 +136,7 @@ def split_context(accelerator: Accelerator, model: PreTrainedModel, args: TrainA
     multiple of that number on, have one each; None without.
 
     Raises:
-        ValueError: DeepSpeed, the launcher's compilation, or a model whose context cannot be split.
+        ValueError: DeepSpeed, or a model whose context cannot be split.
     """
     if args.context_parallel == 1:
         return None
@@ -140,8 +144,6 @@ def split_context(accelerator: Accelerator, model: PreTrainedModel, args: TrainA
         raise ValueError(f"--context-parallel must be 1 under DeepSpeed, got {args.context_parallel}")
     if not isinstance(model, RecurrentPreTrainedModel):
         raise ValueError(f"--context-parallel must be 1 for a {type(model).__name__}, got {args.context_parallel}")
-    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise ValueError(f"--context-parallel must be 1 under --dynamo_backend, got {args.context_parallel}")
     timeout = None if args.timeout_minutes is None else timedelta(minutes=args.timeout_minutes)
     group, _ = torch.distributed.new_subgroups(args.context_parallel, timeout=timeout)
     return context_parallel(model, group)
@@ -262,6 +264,8 @@ def naming_lost_processes(args: TrainArguments) -> Iterator[None]:
 
 
 def _comes_from_group(error: BaseException) -> bool:
+    if "EADDRINUSE" in str(error):  # it says itself which port is taken
+        return False
     if isinstance(error, torch.distributed.DistError):
         return True
     words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")

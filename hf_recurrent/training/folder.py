@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -37,6 +38,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def _by_step(self) -> list[tuple[int, Path]]:
+        """The checkpoints by their steps, ascending, whether they are whole or not; not what others have put there."""
+        named = [(re.fullmatch(r"step-(\d{8,})", path.name), path) for path in _entries(self.checkpoints)]
+        return sorted((int(match[1]), path) for match, path in named if match)
+
     def check(self, *, overwrite: bool, resume: str | None) -> None:
         """Refuse a folder that cannot be used, before any work is done. Nothing is left behind.
 
@@ -55,7 +61,7 @@ class RunFolder:
             pass
         elif resume == "newest":
             raise FileNotFoundError(f"--resume: there is no whole checkpoint in {self.checkpoints}")
-        elif self._entries() and not (resume == "auto" and self._barely_begun()):
+        elif _entries(self.path) and not (resume == "auto" and self._barely_begun()):
             if not (self.path / self.mark).is_file():
                 raise FileExistsError(
                     f"--output-dir {self.path}: not empty, and not written by {self.command}: choose another"
@@ -79,10 +85,10 @@ class RunFolder:
             arguments: the text of `train.yaml`, or of what stands for it.
         """
         if self._barely_begun():
-            for leftover in (*self.path.glob(f"{UNFINISHED}*"), *self._entries()):
+            for leftover in (*self.path.glob(f"{UNFINISHED}*"), *_entries(self.path)):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if (self.path / self.mark).is_file():
-            self._previous = _free_name(self.path)
+            self._previous = _free_name(self.path, "previous")
             os.rename(self.path, self._previous)
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / self.mark, arguments)
@@ -93,8 +99,8 @@ class RunFolder:
         for folder in (self.path, self.checkpoints):
             for leftover in folder.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        for later in self.checkpoints.glob("step-*"):
-            if later > self.checkpoint(step):
+        for number, later in self._by_step():
+            if number > step:
                 self._remove(later)
         for name in (self.lines, BAD_BATCHES):
             lines = [json.dumps(line) + "\n" for line in self._lines(name) if line["step"] <= step]
@@ -103,17 +109,11 @@ class RunFolder:
             else:
                 (self.path / name).unlink(missing_ok=True)
 
-    def _entries(self) -> list[Path]:
-        """What the folder holds, but for what a killed process left unfinished."""
-        found = self.path.iterdir() if self.path.is_dir() else ()
-        return [path for path in found if not path.name.startswith(UNFINISHED)]
-
     def _barely_begun(self) -> bool:
         """Whether the folder holds no more than a run that was killed before it had saved anything."""
-        names = {path.name for path in self._entries()}
-        return names <= {self.mark, self.lines, BAD_BATCHES, TRACKERS, self.checkpoints.name} and not any(
-            self.checkpoints.glob("step-*")
-        )
+        names = {path.name for path in _entries(self.path)}
+        known = {self.mark, self.lines, BAD_BATCHES, TRACKERS, self.checkpoints.name}
+        return names <= known and not _entries(self.checkpoints)
 
     def kept(self) -> None:
         """Something whole has been saved: what it replaces can go."""
@@ -122,25 +122,21 @@ class RunFolder:
             self._previous = None
 
     def close(self) -> None:
-        """After a failure: where nothing has been saved, put the earlier run back, or leave nothing behind but, beside
-        the folder, what is known of bad batches."""
+        """After a failure: where nothing has been saved, put the earlier run back, or leave nothing behind. What there
+        is to be learned from it, metrics of steps and bad batches, stays in a folder beside."""
         if self.newest_checkpoint() is not None or (self.path / WEIGHTS).is_file():
             return
-        if self._previous is not None or (self.path / self.mark).is_file():
-            self._keep_bad_batches()
-        if self._previous is not None:
-            if self._previous.exists():  # else it has not moved yet
+        moved = self._previous is None or self._previous.exists()  # else the folder is still the earlier run's
+        if moved and (self.path / self.mark).is_file():
+            if any(line["step"] > 0 for name in (self.lines, BAD_BATCHES) for line in self._lines(name)):
+                failed = _free_name(self.path, "failed")
+                os.rename(self.path, failed)
+                warnings.warn(f"nothing had been saved: the run's metrics are in {failed}", stacklevel=2)
+            else:
                 shutil.rmtree(self.path, ignore_errors=True)
-                os.rename(self._previous, self.path)
-            self._previous = None
-        elif (self.path / self.mark).is_file():
-            shutil.rmtree(self.path, ignore_errors=True)
-
-    def _keep_bad_batches(self) -> None:
-        if (self.path / BAD_BATCHES).is_file():
-            beside = self.path.with_name(f"{self.path.name}.{BAD_BATCHES}")
-            os.replace(self.path / BAD_BATCHES, beside)
-            warnings.warn(f"the bad batches are named in {beside}", stacklevel=2)
+        if self._previous is not None and moved:
+            os.rename(self._previous, self.path)
+        self._previous = None
 
     # ---- metrics
 
@@ -190,7 +186,7 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         """The newest checkpoint that is whole; says which newer ones are not."""
-        for path in sorted(self.checkpoints.glob("step-*"), reverse=True):
+        for _, path in reversed(self._by_step()):
             fault = _fault(path)
             if fault is None:
                 return path
@@ -233,7 +229,7 @@ class RunFolder:
                     shutil.rmtree(temporary, ignore_errors=True)
         if main:
             self.kept()
-            for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
+            for _, old in self._by_step()[:-keep]:
                 self._remove(old)
         wait()
 
@@ -242,6 +238,12 @@ class RunFolder:
         doomed = checkpoint.with_name(f"{UNFINISHED}old-{checkpoint.name}")
         os.rename(checkpoint, doomed)
         _discard(doomed)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What a folder holds, but for what a killed process left unfinished."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in found if not path.name.startswith(UNFINISHED)]
 
 
 def _discard(folder: Path) -> None:
@@ -276,9 +278,9 @@ def _fault(checkpoint: Path) -> str | None:
     return None
 
 
-def _free_name(path: Path) -> Path:
-    """A name beside `path` that is not taken."""
+def _free_name(path: Path, kind: str) -> Path:
+    """A name beside `path` that is not taken: PATH.KIND-1 ..."""
     number = 1
-    while (candidate := path.with_name(f"{path.name}.previous-{number}")).exists():
+    while (candidate := path.with_name(f"{path.name}.{kind}-{number}")).exists():
         number += 1
     return candidate

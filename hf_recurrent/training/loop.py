@@ -63,6 +63,9 @@ FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size", "conte
 # What is watched, and what is done about it.
 FREE |= {"on_bad_loss", "on_loss_spike", "loss_spike_threshold", "max_skipped_steps", "health_steps", "log_with"}
 FREE |= {"token_cache", "token_cache_gb", "license", "language", "fsdp", "timeout_minutes"}
+# What may differ between the machines of a run: where something lies. The tokens may not.
+LOCAL = {"output_dir", "data_files", "validation_files", "sources", "dataset", "model", "tokenizer"}
+SHARED_WITHIN = 90  # seconds; file systems in a network remember for up to a minute what was not there
 
 
 @dataclasses.dataclass
@@ -135,7 +138,6 @@ class Run:
         )
         if self.accelerator.mixed_precision != "no":  # `accelerate launch` may have told it, and train.yaml is to
             train_args.mixed_precision = self.accelerator.mixed_precision
-        self.accelerator.wait_for_everyone()  # every process has seen the folder as it was
         if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
             raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; on the CPU bf16 works")
         self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
@@ -145,6 +147,7 @@ class Run:
         self.replica, self.part = divmod(self.rank, train_args.context_parallel)
         self.state = State()
         self.checkpoint = checkpoint = self.folder.newest_checkpoint() if train_args.resume else None
+        self._check_processes()  # by then every one has seen the folder as it was
         # A checkpoint has all weights, so that the model that the run began with need not be there any more. (Those of
         # older versions lack its configuration.)
         self.has_configuration = checkpoint is not None and (checkpoint / CONFIG_NAME).is_file()
@@ -194,6 +197,39 @@ class Run:
 
     # ---- preparation
 
+    def _check_processes(self) -> None:
+        """
+        Raises:
+            ValueError: the processes have not been given the same run; the message says what differs.
+        """
+        settings = yaml.safe_load(to_yaml(*self.arguments))
+        mine = {flag(name): value for name, value in settings.items() if name not in LOCAL}
+        mine["newest checkpoint"] = self.checkpoint and self.checkpoint.name
+        for rank, other in enumerate(everyone := gather_object([mine])):
+            for name in {**everyone[0], **other}:
+                if other.get(name) != everyone[0].get(name):
+                    raise ValueError(
+                        f"the processes differ: {name} is {everyone[0].get(name)} in process 0, {other.get(name)} in "
+                        f"process {rank}: all need the same settings, and an --output-dir that they share"
+                    )
+
+    def _check_shared(self) -> None:
+        """Make sure that every process sees the folder that the main one has begun to use.
+
+        Raises:
+            ValueError: one does not.
+        """
+        begun, mark = time.monotonic(), self.folder.path / ARGUMENTS
+        # NFS may go on for a while saying that there is none, to a machine that has looked before.
+        while not mark.is_file() and time.monotonic() - begun < SHARED_WITHIN:
+            time.sleep(0.5)
+        blind = [rank for rank, seen in enumerate(gather_object([mark.is_file()])) if not seen]
+        if blind:
+            raise ValueError(
+                f"--output-dir {self.folder.path}: process {blind[0]} does not see what process 0 has written there: "
+                "it must be on a file system that all machines share"
+            )
+
     def _print(self, text: str) -> None:
         if self.accelerator.is_main_process:
             tqdm.write(text)
@@ -221,6 +257,11 @@ class Run:
     def rows_per_step(self) -> int:
         return self.batch_size * self.passes * self.replicas
 
+    @property
+    def _bound_to_processes(self) -> bool:
+        """Whether with the same settings only as many processes can go on."""
+        return self.processes > 1 and (self.args.context_parallel > 1 or self.args.total_batch_size is None)
+
     def _total_steps(self) -> int | None:
         """Steps after which the run ends whatever the clock says; None where only the clock ends it."""
         args = self.args
@@ -233,7 +274,7 @@ class Run:
         return steps if args.max_steps is None else min(steps, args.max_steps)
 
     def _model(self) -> PreTrainedModel:
-        model_args, _, args = self.arguments
+        model_args, data_args, args = self.arguments
         tokenizer = TokenizerSize.of(self.tokenizer)
         if model_args.model is None:
             model = create_model(model_args, tokenizer)
@@ -244,7 +285,9 @@ class Run:
             model = load_model(model_args.model)
         if model.dtype != torch.float64:
             model.float()  # in 16 bits, as it may have been saved, most of an optimiser's steps would be rounded away
-        check_fit(tokenizer.size, model.config.vocab_size)
+        if model_args.model is not None:
+            own = data_args.tokenizer == "bpe"  # whose special tokens are not judged
+            check_fit(TokenizerSize(tokenizer.size) if own else tokenizer, model.config)
         if args.gradient_checkpointing:
             self.loss_options = checkpoint_activations(model)
         elif self.accelerator.device.type == "cpu":  # the next step's tensors have the sizes of this one's
@@ -368,6 +411,8 @@ class Run:
         if verdict.fault is not None:
             self._note_bad_batch(verdict, total, norm, batches)
         if verdict.action == "stop":
+            if verdict.finite and self.state.step > 0:  # what has been learned is not lost
+                self.save_checkpoint()
             raise self._diverged(verdict.fault, self.state.step + 1)
         if verdict.action == "update":
             self.optimizer.step()
@@ -463,6 +508,8 @@ class Run:
         bytes_per_token = self.validation.text_bytes / self.validation.targets
         perplexity = math.exp(min(loss, 700.0))  # beyond, a float overflows
         result = dict(zip(VALIDATED, (loss, perplexity, loss / (math.log(2) * bytes_per_token)), strict=True))
+        if not math.isfinite(loss):
+            self._print(f"warning: the validation loss is {loss} at step {self.state.step}")
         self._log(result | {"validation_rows": len(rows), "elapsed": round(self.state.seconds, 3)})
         return result
 
@@ -472,11 +519,14 @@ class Run:
         if self.validation is not None and self.accelerator.is_main_process:
             rows = len(self.validation.rows["labels"])
             for line in self.folder.metrics():
-                if (line["step"], line.get("validation_rows")) == (self.state.step, rows):
+                whole = (line["step"], line.get("validation_rows")) == (self.state.step, rows)
+                if whole and all(name in line for name in VALIDATED):
                     found = {name: line[name] for name in VALIDATED}
         return broadcast_object_list([found])[0]
 
     def _log(self, values: dict) -> None:
+        """Add a line to the metrics, without what is not finite, which JSON lacks."""
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
         if self.accelerator.is_main_process:
             self.folder.log({"step": self.state.step} | values)
         if self.args.log_with:
@@ -487,12 +537,20 @@ class Run:
     def _read_state(self, checkpoint: Path) -> dict:
         """What `state.json` holds, once the checkpoint is known to belong to this run."""
         with checkpoints.reading(checkpoint):
-            saved = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+            saved = dict(json.loads((checkpoint / "state.json").read_text(encoding="utf-8")))
             then = dict(yaml.safe_load((checkpoint / ARGUMENTS).read_text(encoding="utf-8")))
-            saved_format = dict(saved).get("format")
-        if saved_format != CHECKPOINT_FORMAT:
-            raise ValueError(f"--resume: {checkpoint} has format {saved_format}, expected {CHECKPOINT_FORMAT}")
+        if saved.get("format") != CHECKPOINT_FORMAT:
+            raise ValueError(f"--resume: {checkpoint} has format {saved.get('format')}, expected {CHECKPOINT_FORMAT}")
+        with checkpoints.reading(checkpoint):
+            if missing := {"versions", "processes", "rows_per_step", "state", "digest"} - saved.keys():
+                raise ValueError(f"its state.json lacks {min(missing)}")
+            self.state = State(**saved["state"])
+            if min(self.state.step, self.state.rows) < 0:
+                raise ValueError(f"its state.json has step {self.state.step} and rows {self.state.rows}")
         now = yaml.safe_load(to_yaml(*self.arguments))
+        for settings in (then, now):
+            if settings.get("mixed_precision") == "no":  # spelled out, which is the same as not given
+                del settings["mixed_precision"]
         differing = [name for name in {**then, **now} if name not in FREE and then.get(name) != now.get(name)]
         if differing:
             name = differing[0]
@@ -508,7 +566,6 @@ class Run:
                 f"--total-batch-size {saved['rows_per_step']} keeps them whatever the processes"
             )
         checkpoints.compare_versions(saved["versions"], checkpoint)
-        self.state = State(**saved["state"])
         return saved
 
     def save_checkpoint(self) -> None:
@@ -518,8 +575,7 @@ class Run:
             return
         self._check_weights()
         with self.folder.new_checkpoint(step, self.args.keep_checkpoints, main=main, wait=wait) as temporary:
-            # torch's format keeps tied weights tied; safetensors would drop one and warn of it every time.
-            self.accelerator.save_state(str(temporary), safe_serialization=False)
+            checkpoints.save(self.accelerator, temporary)
             if main:
                 self.tokenizer.save_pretrained(temporary / "tokenizer")
                 model = self.accelerator.unwrap_model(self.model)
@@ -562,6 +618,7 @@ class Run:
                 else:
                     self.folder.open(to_yaml(*self.arguments))
             self.accelerator.wait_for_everyone()
+            self._check_shared()
             if self.args.log_with:
                 settings = yaml.safe_load(to_yaml(*self.arguments))
                 start_trackers(self.accelerator, self.folder.path, settings, self.state.step)
@@ -573,10 +630,10 @@ class Run:
 
     def _train(self) -> dict:
         self.model.train()
-        if self.state.step == 0:
-            self._validate()  # also compiles kernels before the clock starts
-        begun = self.state.step
         with interrupts() as interrupted:
+            if self.state.step == 0:
+                self._validate()  # also compiles kernels before the clock starts
+            begun = self.state.step
             stopped, final = self._loop(interrupted), None
             self.save_model()
             if self.state.step == begun:
@@ -588,18 +645,18 @@ class Run:
                 except Interrupted as error:
                     stopped = error.number
                     self.save_checkpoint()
-        result = {"output_dir": str(self.folder.path), "step": self.state.step, "interrupted": stopped}
-        logged = [line["loss"] for line in self.folder.metrics() if "loss" in line]
-        result["train_loss"] = logged[-1] if logged else None
-        if stopped:
-            self._print(
-                f"stopped after step {self.state.step}; the model is saved in {self.folder.path}\n"
-                f"go on with: hf-recurrent train {self.folder.path / ARGUMENTS} --resume"
-                + (f", in {self.processes} processes again" if self.args.context_parallel > 1 else "")
-            )
-        else:
-            self._print(f"the model is saved in {self.folder.path}")
-        return result | self._report(final)
+            result = {"output_dir": str(self.folder.path), "step": self.state.step, "interrupted": stopped}
+            logged = [line["loss"] for line in self.folder.metrics() if "loss" in line]
+            result["train_loss"] = logged[-1] if logged else None
+            if stopped:
+                self._print(
+                    f"stopped after step {self.state.step}; the model is saved in {self.folder.path}\n"
+                    f"go on with: hf-recurrent train {self.folder.path / ARGUMENTS} --resume"
+                    + (f", in {self.processes} processes again" if self._bound_to_processes else "")
+                )
+            else:
+                self._print(f"the model is saved in {self.folder.path}")
+            return result | self._report(final)
 
     def _loop(self, interrupted: Callable[[], int]) -> int:
         """Train until a budget is used up; the number of the signal that ended it before that, else 0."""
@@ -626,14 +683,13 @@ class Run:
                     tokens = self.rows_per_step * self.arguments[1].sequence_length
                     rate = (state.step - rate_step) * tokens / rate_seconds
                     waiting = self.input_seconds / rate_seconds
-                    known = loss is not None and norm is not None
                     self._log(
                         {
                             "tokens": state.step * tokens,
                             **({"loss": value} if state.loss_steps else {}),
                             "lr": self.optimizer.param_groups[0]["lr"],
-                            # Under fp16 it can be infinite, which JSON lacks: the loss scaler skips such a step.
-                            **({"grad_norm": float(norm)} if known and math.isfinite(norm) else {}),
+                            # Under fp16 it can be infinite: the loss scaler skips such a step.
+                            **({} if loss is None or norm is None else {"grad_norm": float(norm)}),
                             **({"skipped_steps": state.skipped} if state.skipped else {}),
                             "tokens_per_second": round(rate, 1),
                             "model_flops_per_second": round(rate * self.flops_per_token),
@@ -643,9 +699,8 @@ class Run:
                             "elapsed": round(state.seconds, 3),
                         }
                     )
-                    shown = (
-                        f"step {state.step}, loss {value:.3f}, {rate:,.0f} tokens/s, {waiting:.1%} waiting for input"
-                    )
+                    known = f"loss {value:.3f}" if state.loss_steps else "all of them skipped"
+                    shown = f"step {state.step}, {known}, {rate:,.0f} tokens/s, {waiting:.1%} waiting for input"
                     bar.set_postfix_str(shown, refresh=False)
                     state.loss_sum, state.loss_steps = 0.0, 0
                     rate_step, rate_seconds, self.input_seconds = state.step, 0.0, 0.0

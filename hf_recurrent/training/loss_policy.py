@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..messages import counted
 from .arguments import TrainArguments
 
 WINDOW = 128  # steps whose losses a spike is told by
@@ -25,11 +26,13 @@ class Verdict:
 
     Args:
         loss: of the whole step, nats per target token.
+        finite: whether the loss and the gradient are.
         fault: what is wrong with the step, in words; None where nothing is.
         action: "update", or "skip" or "stop", which leave the weights as they are.
     """
 
     loss: float
+    finite: bool
     fault: str | None
     action: str
 
@@ -78,8 +81,8 @@ class LossPolicy:
         unknown = norm is None or self.accelerator.scaler is not None
         broken = torch.zeros_like(loss) if unknown else (~torch.isfinite(torch.as_tensor(norm))).to(loss)
         value, broken = self.accelerator.reduce(torch.stack([loss, broken]), "sum").tolist()
-        fault, action = None, "update"
-        if not math.isfinite(value) or broken:
+        fault, action, finite = None, "update", math.isfinite(value) and not broken
+        if not finite:
             what = "gradient" if math.isfinite(value) else "loss"
             fault = f"the {what} is {float(norm) if what == 'gradient' else value}"
             action = self.args.on_bad_loss
@@ -95,9 +98,9 @@ class LossPolicy:
             self.state.skipped += 1
             self.state.skipped_in_row += 1
             if self.state.skipped_in_row >= self.args.max_skipped_steps:
-                fault += f", the {self.state.skipped_in_row}th skipped step in a row"
+                fault += f"; {counted(self.state.skipped_in_row, 'step')} skipped in a row"
                 action = "stop"
-        return Verdict(value, fault, action)
+        return Verdict(value, finite, fault, action)
 
     @torch.no_grad()
     def undo(self) -> None:

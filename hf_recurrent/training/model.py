@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..hub import access
@@ -167,21 +167,31 @@ def planned_config(model_args: ModelArguments, data_args: DataArguments, args: T
     else:
         config = check_folder(model_args.model)
         if data_args.tokenizer != "bpe":  # else its own
-            check_fit(tokenizer_size(data_args).size, config.vocab_size)
+            check_fit(tokenizer_size(data_args), config)
     if args.context_parallel > 1:
         check_split_config(config)
+    if args.recurrence_learning_rate is not None and not FAMILIES[type(config)][AutoModel].recurrence_parameters:
+        raise ValueError(
+            f"--recurrence-learning-rate {args.recurrence_learning_rate:g}: a {config.model_type} has no parameters "
+            "with a learning rate of their own"
+        )
     return config
 
 
-def check_fit(tokens: int, vocab_size: int) -> None:
+def check_fit(tokenizer: TokenizerSize, config: PreTrainedConfig) -> None:
     """
     Raises:
-        ValueError: the tokenizer has more tokens than the model.
+        ValueError: the tokenizer has more tokens than the model, or others mark where texts begin and end.
     """
-    if tokens > vocab_size:
+    if tokenizer.size > config.vocab_size:
         raise ValueError(
-            f"the tokenizer does not fit the model: it has {tokens} tokens, the model's vocabulary has {vocab_size}"
+            f"the tokenizer does not fit the model: it has {tokenizer.size} tokens, the model's vocabulary has "
+            f"{config.vocab_size}"
         )
+    for name in ("bos_token_id", "eos_token_id"):
+        one, other = getattr(tokenizer, name), getattr(config, name)
+        if one is not None and other is not None and one not in (other if isinstance(other, list) else [other]):
+            raise ValueError(f"the tokenizer does not fit the model: its {name} is {one}, the model's is {other}")
 
 
 def checkpoint_activations(model: PreTrainedModel) -> dict[str, bool]:

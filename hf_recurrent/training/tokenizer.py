@@ -107,12 +107,13 @@ class TokenizerSize:
 
     Args:
         size: embeddings that it needs: one more than its largest id, which may lie beyond the number of its tokens.
+        bos_token_id, eos_token_id, pad_token_id: None where there is none, or where only the size is known.
     """
 
     size: int
-    bos_token_id: int | None = 0  # where only the size is known, the ids are of no consequence
-    eos_token_id: int | None = 0
-    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "TokenizerSize":
@@ -127,7 +128,7 @@ def tokenizer_size(args: DataArguments) -> TokenizerSize:
         ValueError: it is neither here nor known; a BPE would be too small.
     """
     if args.tokenizer == "bytes":
-        return TokenizerSize(MIN_VOCAB_SIZE)
+        return TokenizerSize.of(byte_tokenizer())
     if args.tokenizer == "bpe":
         size = args.vocab_size or DEFAULT_VOCAB_SIZE
         check_vocab_size(size)

@@ -222,9 +222,10 @@ def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
     training = TaskTraining("listops", SMALL["listops"], max_steps=2, batch_size=2, eval_examples=2)
     train_task(training, tmp_path / "run")
     before = (tmp_path / "run" / "task.json").read_text()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="metrics are in .*run.failed-1"):
         train_task(training, tmp_path / "run", progress=interrupted_at(1), overwrite=True)
-    assert (tmp_path / "run" / "task.json").read_text() == before and [*tmp_path.iterdir()] == [tmp_path / "run"]
+    assert (tmp_path / "run" / "task.json").read_text() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "run.failed-1"}
     (tmp_path / "run" / "task-settings.json").rename(tmp_path / "run" / "train.yaml")  # as if it were another kind's
     with pytest.raises(FileExistsError, match="not written by hf-recurrent train --task: choose another"):
         train_task(training, tmp_path / "run", overwrite=True)
@@ -255,3 +256,9 @@ def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
 def test_bad_flags(flags, message, capsys):
     assert cli.main(["train", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_launcher_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["train", "--task", "listops"]) == 2
+    assert "--task trains in one process, got 2 of a launcher" in capsys.readouterr().err

@@ -89,6 +89,23 @@ def compare(config, kind, checkpointing=False):
     assert model.base_model.context_group is None and split.current_group() is None
 
 
+def arguments():
+    """The loss is the same however the call gives the labels, and by whichever number it leaves some out."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hf_recurrent.MinGRUConfig(**SHARED))
+    ids = torch.randint(4, SHARED["vocab_size"], (2, 11), generator=torch.Generator().manual_seed(0))
+    labels = torch.where(ids % 3 == 0, 3, ids)
+    whole = model(ids, labels=labels, ignore_index=3).loss
+    with context_parallel(model):
+        named = model(part(ids), labels=part(labels), ignore_index=3).loss
+        placed = model(part(ids), None, None, None, None, part(labels), ignore_index=3).loss
+        states = model.base_model(part(ids), None, None, None, None, False).last_hidden_state
+    assert placed == named
+    torch.testing.assert_close(states, part(model.base_model(ids).last_hidden_state))
+    dist.all_reduce(named)
+    torch.testing.assert_close(named, whole, rtol=1e-6, atol=0)
+
+
 def every_family():
     for config in CONFIGS:
         for kind in ("plain", "packed", "padded", "numbered", "uneven"):
@@ -194,9 +211,8 @@ def in_group(names):
 @pytest.mark.parametrize("processes", [2, 4])
 def test_parts_equal_the_whole(tmp_path, processes):
     log = tmp_path / "log"
-    group = start_group(
-        in_group, ["exchanges", "refusals", "scans", "dropout", "every_family"], processes=processes, log=log
-    )
+    checks = ["exchanges", "refusals", "scans", "dropout", "arguments", "every_family"]
+    group = start_group(in_group, checks, processes=processes, log=log)
     assert finish(group, timeout=240) == [0] * processes, "\n".join(
         p.read_text() for p in sorted(tmp_path.glob("log.*"))
     )

@@ -61,6 +61,16 @@ def test_a_full_disk(run):
     assert not list(run.path.glob(".unfinished*"))
 
 
+def test_copies_of_checkpoints_are_left_alone(run):
+    for name in ("step-best", "step-00000009.bak", "best"):
+        shutil.copytree(run.checkpoint(5), run.checkpoints / name)
+    assert run.newest_checkpoint() == run.checkpoint(5)
+    checkpoint(run, 7, keep=1)
+    run.reopen(6)
+    assert {path.name for path in run.checkpoints.iterdir()} == {"step-best", "step-00000009.bak", "best"}
+    assert run.newest_checkpoint() is None
+
+
 def test_checkpoints_are_rotated(run):
     for step in (10, 15, 20):
         checkpoint(run, step)
@@ -194,6 +204,19 @@ def test_what_is_replaced_stays_until_something_is_saved(run, tmp_path):
     new.close()
     assert (run.path / "config.json").read_text() == "second" and list(tmp_path.iterdir()) == [run.path]
     assert not run.checkpoints.exists()
+
+
+def test_a_run_that_saved_nothing_leaves_its_metrics_beside(run, tmp_path):
+    before = tree(run.path)
+    for number in (1, 2):
+        new = RunFolder(str(run.path))
+        new.open("seed: 2\n")
+        new.log({"step": 3})
+        with pytest.warns(UserWarning, match=f"nothing had been saved: the run's metrics are in .*run.failed-{number}"):
+            new.close()
+        failed = RunFolder(str(tmp_path / f"run.failed-{number}"))
+        assert failed.metrics() == [{"step": 3}] and (failed.path / ARGUMENTS).read_text() == "seed: 2\n"
+    assert tree(run.path) == before
 
 
 def test_a_run_that_saved_nothing_leaves_nothing(tmp_path):

@@ -566,7 +566,17 @@ def test_a_disk_that_fills_up(tmp_path, text, train, limit):
     assert last.startswith("hf-recurrent: error: cannot save run") and "what was saved before is untouched" in last
     assert "Traceback" not in err
     assert {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()} == before
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "text.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "run.failed-1", "text.txt"}
+    assert {path.name for path in (tmp_path / "run.failed-1").iterdir()} >= {"train.yaml", "metrics.jsonl"}
+
+
+def test_a_run_whose_steps_are_all_skipped(train, capsys):
+    flags = ("--warmup-steps", 0, "--max-grad-norm", 0, "--learning-rate", "1e30", "--on-bad-loss", "skip")
+    run = train(*flags, "--max-steps", 3)
+    out, err = capsys.readouterr()
+    assert "warning: the validation loss is nan at step 3" in out and "step 3, all of them skipped, " in err
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
 
 
 def test_weights_that_are_not_finite_replace_nothing(train, capsys):
@@ -577,7 +587,7 @@ def test_weights_that_are_not_finite_replace_nothing(train, capsys):
     train(*diverging, 20, "--overwrite", status=2)
     assert "the loss is nan at step 2: try a --learning-rate smaller than 1e+30" in capsys.readouterr().err
     assert same(weights(run), before) and not (run / "bad_batches.jsonl").exists()
-    beside = run.with_name("run.bad_batches.jsonl")
+    beside = run.with_name("run.failed-1") / "bad_batches.jsonl"
     assert json.loads(beside.read_text())["step"] == 2
 
     # Checkpoints of the run's own beginning stay, and none after it has broken down is written.
@@ -620,6 +630,9 @@ def failure(argv, capsys):
         (["--config-overrides", "candidate"], "expected key=value,key=value, got 'candidate'"),
         (["--mixed-precision", "fp16", "--cpu"], "fp16"),
         (["--model", "nowhere/at/all"], "--model"),
+        (["--recurrence-learning-rate", "1e-4"], "a mingru has no parameters with a learning rate of their own"),
+        (["--on-loss-spike", "skip", "--loss-spike-threshold", 0], "--on-loss-spike skip and --loss-spike-threshold 0"),
+        (["--no-token-cache", "--token-cache-gb", 3], "--no-token-cache and --token-cache-gb cannot both be given"),
         (["--learning-rate", "1e30", "--max-steps", 50, "--max-grad-norm", 0, "--warmup-steps", 0], "the loss is"),
     ],
 )
@@ -680,6 +693,16 @@ def test_weights_that_are_no_longer_finite_are_not_saved(text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_tokenizer_with_other_special_tokens_than_the_model(train, text, tmp_path, capsys):
+    train_bpe([TEXT], 300).save_pretrained(tmp_path / "bpe")
+    model = train("--max-steps", 1, "--tokenizer", tmp_path / "bpe")
+    argv = ["--model", model, "--data-files", text, "--tokenizer", "bytes", "--output-dir", tmp_path / "out"]
+    for more in ([], ["--dry-run"]):
+        assert cli.main(["train", *TINY[4:], *map(str, argv), *more]) == 2
+        message = "the tokenizer does not fit the model: its bos_token_id is 256, the model's is 0"
+        assert message in capsys.readouterr().err
+
+
 def test_a_tokenizer_with_a_token_beyond_its_number(train, text, tmp_path, capsys):
     small = train("--max-steps", 1)
     content = json.loads((small / "tokenizer.json").read_text())
@@ -701,15 +724,23 @@ def test_a_run_that_is_not_the_checkpoints(train, text, tmp_path, capsys):
     train("--max-steps", 4, "--save-steps", 2, "--resume", "--learning-rate", 1.0, status=2)
     line = capsys.readouterr().err
     assert "step-00000002 was written with --learning-rate 0.002, now it is 1.0" in line
-    [broken] = (tmp_path / "run" / "checkpoints").glob("step-*/optimizer.bin")
-    whole = broken.read_bytes()
-    broken.write_bytes(b"\0" * len(whole))
-    train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
-    assert "step-00000002 cannot be read: " in capsys.readouterr().err
-    broken.write_bytes(whole)
-    state = broken.with_name("state.json")
+    [checkpoint] = (tmp_path / "run" / "checkpoints").iterdir()
+    for name in ("optimizer.bin", "random_states_0.pkl"):
+        whole = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(bytes(len(whole)))
+        train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
+        assert "step-00000002 cannot be read: " in capsys.readouterr().err
+        (checkpoint / name).write_bytes(whole)
+    state = checkpoint / "state.json"
     written = state.read_text()
-    for content, message in (("3", "step-00000002 cannot be read: "), ("{}", "has format None, expected 3")):
+    without = json.dumps({name: value for name, value in json.loads(written).items() if name != "digest"})
+    for content, message in (
+        ("3", "step-00000002 cannot be read: "),
+        ("{}", "has format None, expected 3"),
+        (without, "step-00000002 cannot be read: its state.json lacks digest"),
+        (written.replace('"rows": ', '"rows":-'), "cannot be read: its state.json has step 2 and rows -"),
+        (written.replace('"step"', '"stop"'), "cannot be read: "),
+    ):
         state.write_text(content.ljust(len(written)))
         train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
         assert message in capsys.readouterr().err
@@ -734,12 +765,6 @@ def test_a_broken_file_is_one_line(tmp_path):
         _, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert err.startswith("hf-recurrent: error: a.jsonl: cannot be read as json: ") and err.count("\n") == 1
-
-
-def test_a_corpus_that_is_another_in_another_process(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hf_recurrent.training.loop.gather_object", lambda mine: [*mine, "of another file"])
-    argv = ["--data-files", text, "--tokenizer", "bytes", "--output-dir", tmp_path / "out"]
-    assert "the corpus or its tokens are not the same in all processes" in failure(argv, capsys)
 
 
 def test_a_compiler_that_is_missing(tmp_path, text, monkeypatch):

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from runs import DOCUMENTS, TINY, assert_same, curve, forget_the_end, output
+from workers import command_line, finish, start_group
 
 import hf_recurrent
+from hf_recurrent.training import loop
 
 
 def test_processes_equal_one(train_processes):
@@ -80,6 +82,30 @@ def test_what_is_refused_before_the_first_step(train_processes):
     run = train_processes("run", 1, "--batch-size", "2", "--max-steps", "2", "--save-steps", "1")
     train_processes("run", 2, "--batch-size", "2", "--max-steps", "2", "--save-steps", "1", "--resume", status=2)
     assert "was written with 2 rows per optimiser step (batch size x passes x processes), now they are 4" in output(run)
+
+
+def of_rank(*argvs):
+    """Each process's own command line, with no long wait for what is not there."""
+    loop.SHARED_WITHIN = 1
+    command_line(*argvs[int(os.environ["RANK"])])
+
+
+def test_processes_that_were_told_different_things(tmp_path):
+    (tmp_path / "documents.jsonl").write_text(DOCUMENTS)
+    (tmp_path / "other.jsonl").write_text(DOCUMENTS.replace("def", "fed"))
+    (tmp_path / "mount").mkdir()
+    common = ["train", *TINY, "--max-steps", 2, "--output-dir"]
+    rest = ["--data-files", tmp_path / "documents.jsonl", "--learning-rate", "1e-2"]
+    for second, message in (
+        ([tmp_path / "run", *rest[:3], "1e-3"], "the processes differ: --learning-rate is 0.01 in process 0, 0.001 in"),
+        ([tmp_path / "run", "--data-files", tmp_path / "other.jsonl", *rest[2:]], "its tokens are not the same in all"),
+        ([tmp_path / "mount" / "run", *rest], "run: process 1 does not see what process 0 has written there"),
+    ):
+        argvs = [[*common, tmp_path / "run", *rest], [*common, *second]]
+        group = start_group(of_rank, *argvs, processes=2, log=tmp_path / "run.log")
+        assert finish(group) == [2, 2]
+        assert all(message in (tmp_path / f"run.log.{rank}").read_text() for rank in range(2)), output(tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 def launch(tmp_path, *flags):

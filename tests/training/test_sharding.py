@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import resource
 import shutil
 import signal
 import time
@@ -10,10 +11,10 @@ import time
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from runs import assert_same, curve, forget_the_end, output, start_run
+from runs import TINY, assert_same, curve, forget_the_end, output, start_run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from workers import finish, start_group
+from workers import command_line, finish, start_group
 
 import hf_recurrent
 from hf_recurrent.training import TrainArguments, checkpoints, distributed
@@ -134,7 +135,38 @@ def test_a_process_that_hangs_ends_the_others(tmp_path):
     assert last.startswith("hf-recurrent: error: another process of this run has ended, or has not answered for 0.1")
 
 
+def with_small_files(*argv):
+    """A command line on a disk where no file can be larger than 8,000 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
+    command_line(*argv)
+
+
+def test_shards_that_cannot_be_saved_or_read(tmp_path, train_processes):
+    folder = train_processes("run", 2, "--fsdp", "--max-steps", "2", "--save-steps", "2")
+    whole = {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
+    argv = ["train", *TINY, "--data-files", tmp_path / "documents.jsonl", "--output-dir", folder, "--resume"]
+    argv += ["--fsdp", "--max-steps", "4", "--save-steps", "2"]
+    group = start_group(with_small_files, *argv, processes=2, log=tmp_path / "run.log")
+    assert finish(group) == [2, 2], output(folder)
+    for rank in range(2):
+        log = (tmp_path / f"run.log.{rank}").read_text()
+        assert "Traceback" not in log
+        assert "File too large" in log or "another process of this run has ended" in log, log
+    assert {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()} == whole
+
+    shard = next(folder.glob("checkpoints/*/pytorch_model_fsdp_0/*.distcp"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    train_processes("run", 1, "--max-steps", "4", "--save-steps", "2", "--resume", "--batch-size", "32", status=2)
+    log = output(folder)
+    assert "Traceback" not in log and "step-00000002 cannot be read: " in log, log
+
+
 def test_what_the_launcher_asks_for_and_cannot_have(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(ValueError, match="accelerate's dynamo_backend must be no, got eager: --compile compiles"):
+        distributed.create_accelerator(TrainArguments(cpu=True))
+    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND")
+    AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="needs --fsdp_version 2"):
         distributed.create_accelerator(TrainArguments(cpu=True))
