@@ -30,7 +30,8 @@ class SourceArguments:
     dataset_split: str = option("train", "Split of --dataset to train on.")
     validation_split: str | None = option(
         None,
-        "Split of --dataset to validate on (default: 'validation' where there is one, else a share of the documents).",
+        "Split of --dataset to validate on, none that is trained on (default: 'validation' where there is such a one, "
+        "else a share of the documents).",
     )
     text_column: str = option("text", "Column that holds the text.")
     streaming: bool = option(False, "Read --dataset while training instead of loading it.")
@@ -158,6 +159,12 @@ class DataArguments(SourceArguments):
             for other, given in (("-files", self.validation_files), ("-share 0", self.validation_share == 0)):
                 if given:
                     raise ValueError(f"--validation-split and --validation{other} cannot both be given")
+        for part in self.parts():
+            if part.validation_split is not None and (trained := self.trained_on(part, part.validation_split)):
+                raise ValueError(
+                    f"--validation-split {part.validation_split}: --dataset-split {trained} trains on its documents: "
+                    "expected another split, or another slice of it"
+                )
         if self.skip_unreadable_files and not any(part.data_files for part in self.parts()):
             raise ValueError("--skip-unreadable-files belongs to --data-files, which are not given")
         if self.vocab_size is not None and self.tokenizer != "bpe":
@@ -194,6 +201,23 @@ class DataArguments(SourceArguments):
             except ValueError as error:
                 raise ValueError(f"--sources, number {number}: {error}") from None
         return parts or [self]
+
+    def trained_on(self, source: SourceArguments, split: str) -> str | None:
+        """The `dataset_split`, of this source or of another with its dataset, that has documents of `split`, as far as
+        names tell: different slices of a split are taken to be apart. None where there is none."""
+        dataset = (source.dataset, source.dataset_config)
+        splits = [part.dataset_split for part in self.parts() if (part.dataset, part.dataset_config) == dataset]
+        return next((trained for trained in splits if _overlap(trained, split)), None)
+
+
+def _overlap(split: str, other: str) -> bool:
+    """Whether two splits, such as train[:90%]+test, have a part in common: all of a split, or the same slice of it."""
+
+    def holds(part: str, inner: str) -> bool:
+        return part in ("all", inner) or inner.startswith(f"{part}[")
+
+    parts, others = ([part.strip() for part in each.split("+")] for each in (split, other))
+    return any(holds(a, b) or holds(b, a) for a in parts for b in others)
 
 
 def _mapping(text: str) -> object:

@@ -321,8 +321,8 @@ def _load_dataset(source: SourceArguments, args: DataArguments, seed: int) -> tu
         seed=seed,
     )
     validation, name = None, source.validation_split
-    if name is None and "validation" in get_dataset_split_names(*common):
-        name = "validation"
+    if name is None and not args.trained_on(source, "validation"):
+        name = "validation" if "validation" in get_dataset_split_names(*common) else None
     if name is not None and not args.validation_files and args.validation_share > 0:
         validation = dataset_documents(*common, name, source.text_column, streaming=source.streaming)
     return f"{source.dataset} ({source.dataset_split})", documents, validation

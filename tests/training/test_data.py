@@ -3,6 +3,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import sysconfig
 import tracemalloc
 from pathlib import Path
@@ -481,10 +482,40 @@ def test_load_corpus_takes_the_datasets_own_validation_split(dataset_folder):
     corpus = load_corpus(DataArguments(dataset=dataset_folder, text_column="content"), seed=0)
     assert len(texts_of(corpus.train)) == 30
     assert texts_of(corpus.validation) == ["validation 0", "validation 1", "validation 2"]
-    args = DataArguments(dataset=dataset_folder, text_column="content", validation_split="train")
-    assert texts_of(load_corpus(args, seed=0).validation)[0] == "train 0"
     args = DataArguments(dataset=dataset_folder, text_column="content", validation_share=0)
     assert load_corpus(args, seed=0).validation is None
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("split", ["validation", "train+validation", "all"])
+def test_no_document_is_trained_on_and_validated_on(dataset_folder, split, streaming):
+    source = {"dataset": dataset_folder, "text_column": "content", "streaming": streaming}
+    corpus = load_corpus(DataArguments(**source, dataset_split=split, validation_share=0.3), seed=0)
+    train, held_out = texts_of(corpus.train), texts_of(corpus.validation)
+    assert held_out and not set(train) & set(held_out)
+    if split != "validation":
+        assert len(train) + len(held_out) == 33
+    # Another source that trains on it counts as well.
+    corpus = load_corpus(DataArguments(sources=[source, source | {"dataset_split": split}]), seed=0)
+    assert not set(texts_of(corpus.train)) & set(texts_of(corpus.validation))
+
+
+def test_slices_of_a_split(dataset_folder):
+    source = {"dataset": dataset_folder, "text_column": "content"}
+    args = DataArguments(**source, dataset_split="train[:90%]", validation_split="train[90%:]")
+    assert texts_of(load_corpus(args, seed=0).validation) == ["train 27", "train 28", "train 29"]
+    args = DataArguments(**source, dataset_split="train[:90%]")
+    assert texts_of(load_corpus(args, seed=0).validation) == [f"validation {number}" for number in range(3)]
+    for train, validation in (
+        ("train", "train"), ("train[:90%]", "train[:90%]"), ("train", "train[90%:]"), ("train[:90%]+test", "train"),
+        ("all", "test"), ("train", "dev + train"),
+    ):  # fmt: skip
+        message = f"--validation-split {validation}: --dataset-split {train} trains on its documents: expected another"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            DataArguments(**source, dataset_split=train, validation_split=validation)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            other = source | {"dataset_split": "other", "validation_split": validation}
+            DataArguments(sources=[source | {"dataset_split": train}, other])
 
 
 def test_load_corpus_from_files(tmp_path):
