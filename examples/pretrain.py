@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", nargs="+", required=True, help="files or globs: text, .jsonl, .parquet")
+    parser.add_argument("--data", nargs="+", required=True, help="files or globs: text, .jsonl, .parquet, .csv")
     parser.add_argument("--model-type", default="mingru", help="family (%(default)s)")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)

@@ -22,8 +22,8 @@ class SourceArguments:
 
     data_files: list[str] = option(
         [],
-        "Files or globs: .jsonl, .json and .parquet by --text-column, any other file as one document of text; "
-        ".gz, .bz2 and .xz are decompressed. (default: the source of Python's standard library)",
+        "Files or globs: .jsonl, .json, .parquet, .csv and .tsv by --text-column, any other file as one document of "
+        "text; .gz, .bz2 and .xz are decompressed. (default: the source of Python's standard library)",
     )
     dataset: str | None = option(None, "Dataset to load by `datasets`: a name on the Hub or a folder.")
     dataset_config: str | None = option(None, "Configuration of --dataset.")

@@ -1,6 +1,7 @@
 """Where documents come from: the standard library, files, datasets."""
 
 import bz2
+import csv
 import glob
 import gzip
 import itertools
@@ -14,14 +15,17 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from ..hub import access
-from ..messages import first_line
+from ..messages import counted, first_line
 from .data_arguments import DataArguments, SourceArguments
 from .documents import Corpus, Documents, Part, chained, in_random_order, split
 
 # Folders of the standard library that hold tests or other people's packages.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 COMPRESSIONS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-LOADERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+LOADERS = {
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"
+}  # fmt: skip
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 STREAMED_VALIDATION = 500  # documents held out of a stream, unless --max-validation-documents says otherwise
 
 
@@ -70,7 +74,7 @@ class UnreadableFile(ValueError):
 
 
 def file_documents(files: list[str], text_column: str) -> Documents:
-    """Documents of local files: the records of .jsonl, .json and .parquet, and any other file as a whole.
+    """Documents of local files: the records of .jsonl, .json, .parquet, .csv and .tsv; others as a whole.
 
     Files ending in .gz, .bz2 or .xz are decompressed. A document's key is its text.
 
@@ -132,14 +136,30 @@ def _read_records(loader: str, file: str, text_column: str) -> Iterator[str]:
     try:
         if file.endswith(".parquet") and _parquet_rows(file) == 0:
             return  # datasets cannot read it
-        # Streaming reads the file itself; otherwise a copy of it would stay in the datasets cache.
-        records = iter(load_dataset(loader, data_files=[file], split="train", streaming=True))
+        if loader in DELIMITERS:
+            records = _csv_records(file, DELIMITERS[loader])
+        else:
+            # Streaming reads the file itself; otherwise a copy of it would stay in the datasets cache.
+            records = iter(load_dataset(loader, data_files=[glob.escape(file)], split="train", streaming=True))
         first = list(itertools.islice(records, 1))
         yield from _column(itertools.chain(first, records), text_column, file)
     except _NoText:
         raise
     except Exception as error:  # datasets, pyarrow and the decompressors each raise their own
         raise UnreadableFile(f"{file}: cannot be read as {loader}: {access.reason(error, file)}") from error
+
+
+def _csv_records(file: str, delimiter: str) -> Iterator[dict]:
+    """Every value as the text that it is; `datasets` would make numbers of some and nothing of others ("NA")."""
+    csv.field_size_limit(2**31 - 1)  # of the process; a document may be longer than the 128 KiB of the default
+    with COMPRESSIONS.get(Path(file).suffix, open)(file, "rt", encoding="utf-8-sig", newline="") as stream:
+        reader = csv.reader(stream, delimiter=delimiter, strict=True)
+        rows = filter(None, reader)  # empty lines are no records
+        columns = next(rows, [])
+        for row in rows:
+            if len(row) != len(columns):
+                raise ValueError(f"line {reader.line_num}: got {counted(len(row), 'value')}, expected {len(columns)}")
+            yield dict(zip(columns, row, strict=True))
 
 
 def _parquet_rows(file: str) -> int:

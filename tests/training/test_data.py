@@ -1,4 +1,5 @@
 import bz2
+import csv
 import gzip
 import io
 import json
@@ -368,6 +369,17 @@ def test_data_files_of_every_kind(tmp_path):
     assert texts_of(docs.head(3)) == expected[:3]
 
 
+@pytest.mark.parametrize(("name", "delimiter"), [("we[1]rd.csv", ","), ("a.tsv", "\t"), ("a.csv.gz", ",")])
+def test_texts_in_csv_files_are_kept_to_the_character(tmp_path, name, delimiter):
+    texts = ["NA", "1e5", "0012", 'a, "b"\tc', "two\r\nlines\n", " spaces ", "é", "x" * (1 << 18)]
+    written = io.StringIO()
+    csv.writer(written, delimiter=delimiter).writerows([["n", "text"], *enumerate(texts[:4]), [], ["z", ""]])
+    csv.writer(written, delimiter=delimiter).writerows(enumerate(texts[4:]))
+    content = b"\xef\xbb\xbf" * (delimiter == "\t") + written.getvalue().encode()  # as Excel begins its files
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert texts_of(file_documents(expand([str(tmp_path / name)], "--data-files"), "text")) == texts
+
+
 def test_globs_and_names(tmp_path):
     for name in ("x/2.txt", "x/1.txt", "x/y/3.txt", "[odd].txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -393,6 +405,9 @@ def test_globs_and_names(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "cannot be read as json"),
         ("a.jsonl", b'{"txt": "a", "n": 1}\n', "no column 'text'; it has 'txt', 'n': choose one by --text-column"),
         ("a.jsonl", b'{"text": 3}\n', "record 0: column 'text' holds 3, expected text"),
+        ("a.csv", b"txt,n\na,1\n", "no column 'text'; it has 'txt', 'n': choose one by --text-column"),
+        ("a.csv", b"text\nHello, world\n", "cannot be read as csv: line 2: got 2 values, expected 1"),
+        ("a.tsv", b'text\tn\n"never closed\t1\n', "cannot be read as tsv: unexpected end of data"),
         ("a.parquet", b"PAR1 garbage", "cannot be read as parquet: .*magic bytes"),
     ],
 )
@@ -653,6 +668,8 @@ def test_unreadable_files_are_left_out_if_asked_for(tmp_path):
     assert f"{tmp_path / 'no_rows.parquet'}: there is no text in it; left out" in messages
     for name, message in zip(bad, messages, strict=True):
         assert message.startswith(f"{tmp_path / name}: ") and message.endswith("; left out")
+    (tmp_path / "we[1]rd.jsonl").write_bytes((tmp_path / "b.jsonl").read_bytes())
+    assert texts_of(file_documents([str(tmp_path / "we[1]rd.jsonl")], "text")) == good
     (tmp_path / "other.jsonl").write_text('{"txt": "a"}\n')  # this is a mistake, not damage
     with pytest.raises(ValueError, match="other.jsonl: no column 'text'"):
         load_corpus(DataArguments(data_files=[str(tmp_path / "other.jsonl")], skip_unreadable_files=True), 0)
