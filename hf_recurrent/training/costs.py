@@ -8,13 +8,21 @@ import psutil
 import torch
 from torch import nn
 
+from ..modeling.s5 import S5SSM
+
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of Accelerate's mixed precision
 
 
 def flops_per_token(model: nn.Module) -> int:
     """6 for each weight of a matrix that a token passes: a multiplication and an addition forward, twice that backward
     (PaLM, arXiv 2204.02311, appendix B). Neither recurrences nor what checkpointing repeats are counted."""
-    return 6 * sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    weights = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weights += module.weight.numel()
+        elif isinstance(module, S5SSM):  # B and C, or C1 and C2, whose real and imaginary parts are the third dimension
+            weights += sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 3)
+    return 6 * weights
 
 
 def peak_memory(device: torch.device) -> int:

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_recurrent
 from hf_recurrent import cli
 from hf_recurrent.training import arguments
+from hf_recurrent.training.costs import flops_per_token
 from hf_recurrent.training.dryrun import count, dry_run, duration
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
@@ -48,6 +50,22 @@ def test_counts_by_hand():
     assert 3 * 5 * 11 * 4 < counts.activations < 2**16
     model.gradient_checkpointing_enable()
     assert count(model.train(), 3, 5).activations < counts.activations
+
+
+@pytest.mark.parametrize(
+    ("config_class", "options"),
+    [(config_class, {}) for config_class in hf_recurrent.FAMILIES]
+    + [(hf_recurrent.S5Config, {"conj_sym": False}), (hf_recurrent.S5Config, {"bidirectional": True})],
+)
+def test_products_of_a_token_are_those_that_pytorch_counts(config_class, options):
+    config = config_class(vocab_size=33, hidden_size=16, num_hidden_layers=2, **options)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.ones(3, 40, dtype=torch.long))
+    convolutions = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Conv1d))
+    # Backward, each product is two.
+    assert flops_per_token(model) == 3 * counter.get_total_flops() / (3 * 40) - 6 * convolutions
 
 
 def test_checkpointing_keeps_less_for_more_products(capsys):
