@@ -1,5 +1,6 @@
 """Curves of several runs in one picture, from their `metrics.jsonl`."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -40,21 +41,30 @@ def label(name: str) -> str:
 
 
 def read_runs(paths: list[str]) -> dict[str, list[dict]]:
-    """The metrics of each run, by the shortest names that tell the runs apart.
+    """The metrics of each run, by the shortest names that tell the runs apart. What is there and has none is left out,
+    with a warning, where something has some.
 
     Raises:
-        FileNotFoundError: no such run, or it has no metrics.
+        FileNotFoundError: no such path, or none has metrics.
         ValueError: a run is given twice.
     """
-    runs = {}
+    runs, others = {}, []
     for path in map(Path, paths):
         folder = path.parent if path.name == METRICS else path
         lines = RunFolder(str(folder)).metrics()
         if not lines:
-            raise FileNotFoundError(f"{path}: there is no run with metrics in {METRICS}")
+            if not path.exists():
+                raise FileNotFoundError(f"{path}: no such file or folder")
+            others.append(path)
+            continue
         if folder.resolve() in runs:
             raise ValueError(f"{path} is given twice")
         runs[folder.resolve()] = lines
+    messages = [f"{path}: there is no run with metrics in {METRICS}" for path in others]
+    if messages and not runs:
+        raise FileNotFoundError(messages[0])
+    for message in messages:
+        warnings.warn(f"{message}; left out", stacklevel=2)
     names = short_names(list(runs))
     return {names[folder]: lines for folder, lines in runs.items()}
 
@@ -71,13 +81,11 @@ def short_names(folders: list[Path]) -> dict[Path, str]:
 
 
 def points(lines: list[dict], x: str, y: str) -> np.ndarray:
-    """(N, 2), of finite values. A line of metrics has the seconds, and those of validations no tokens: the latest ones
-    count."""
-    latest, found = {"step": 0, "tokens": 0, "elapsed": 0.0}, []
-    for line in lines:
-        latest.update({name: line[name] for name in latest if name in line})
-        if y in line:
-            found.append((latest[x], line[y]))
+    """(N, 2), of finite values. Lines of validations have no tokens, those of health no seconds either: what a line of
+    metrics lacks is interpolated by the steps."""
+    known = {0: 0} | {line["step"]: line[x] for line in lines if x in line}
+    steps, values = np.array(sorted(known.items()), dtype=float).T
+    found = [(line.get(x, np.interp(line["step"], steps, values)), line[y]) for line in lines if y in line]
     curve = np.array(found, dtype=float).reshape(-1, 2)
     return curve[np.isfinite(curve).all(axis=1)]
 

@@ -35,6 +35,23 @@ def test_what_is_drawn(runs):
     assert list(read_runs([runs[0] + "/metrics.jsonl"])) == ["mingru"]
 
 
+def test_lines_without_tokens_or_seconds_lie_between_their_neighbours():
+    lines = [
+        {"step": 0, "validation_loss": 5.0, "elapsed": 0.5},
+        {"step": 5, "memory_1": 0.1},
+        {"step": 10, "tokens": 640, "loss": 4.0, "elapsed": 10.5},
+        {"step": 10, "memory_1": 0.2},
+        {"step": 15, "validation_loss": 3.0, "elapsed": 19.0},
+        {"step": 20, "tokens": 1280, "loss": 3.0, "elapsed": 20.5},
+        {"step": 25, "memory_1": 0.3},  # of a run that goes on
+    ]
+    assert points(lines, "tokens", "memory_1").tolist() == [[320, 0.1], [640, 0.2], [1280, 0.3]]
+    assert points(lines, "tokens", "validation_loss").tolist() == [[0, 5.0], [960, 3.0]]
+    assert points(lines, "elapsed", "memory_1").tolist() == [[5.5, 0.1], [10.5, 0.2], [20.5, 0.3]]
+    assert points(lines, "elapsed", "validation_loss").tolist() == [[0.5, 5.0], [19.0, 3.0]]
+    assert points(lines[1:2], "tokens", "memory_1").tolist() == [[0, 0.1]]
+
+
 @pytest.mark.parametrize("name", ["curves.png", "curves.svg"])
 def test_a_picture(runs, tmp_path, name, capsys):
     path = tmp_path / name
@@ -51,7 +68,7 @@ def test_a_picture(runs, tmp_path, name, capsys):
         (["--metric", "los"], "--metric los: no run has it; the nearest valid one is loss"),
         (["--output", "curves.gif"], "--output curves.gif: expected a name ending in .png, .svg, .pdf"),
         (["--output", "nowhere/curves.png"], "--output nowhere/curves.png: cannot be written"),
-        (["nowhere"], "nowhere: there is no run with metrics in metrics.jsonl"),
+        (["nowhere"], "nowhere: no such file or folder"),
     ],
 )
 def test_what_is_refused(runs, flags, message, tmp_path, monkeypatch, capsys):
@@ -60,6 +77,18 @@ def test_what_is_refused(runs, flags, message, tmp_path, monkeypatch, capsys):
     assert message in capsys.readouterr().err
     assert cli.main(["plot", runs[0], runs[0]]) == 2
     assert "is given twice" in capsys.readouterr().err
+    assert cli.main(["plot", str(tmp_path)]) == 2
+    assert f"error: {tmp_path}: there is no run with metrics in metrics.jsonl" in capsys.readouterr().err
+
+
+def test_what_is_no_run_is_left_out(runs, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("lr 1e-3\n")
+    paths = sorted(map(str, Path(runs[0]).parent.glob("*"))) + [str(tmp_path / "notes.txt"), str(tmp_path)]
+    assert cli.main(["plot", *paths, "--output", str(tmp_path / "curves.png")]) == 0
+    out, err = capsys.readouterr()
+    assert "1 run drawn" in out
+    for path, line in zip(paths[1:], err.splitlines(), strict=True):
+        assert line == f"hf-recurrent: warning: {path}: there is no run with metrics in metrics.jsonl; left out"
 
 
 def test_names():
