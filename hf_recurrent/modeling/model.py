@@ -292,7 +292,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         lr: float,
         weight_decay: float = 0.0,
         recurrence_lr: float | None = None,
-        exceptions: dict[str, dict[str, float]] | None = None,
+        exceptions: dict[str, dict] | None = None,
     ) -> list[dict]:
         """
         The trainable parameters in the groups that this family's paper trains them in, for an optimiser such as
@@ -306,8 +306,9 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             weight_decay: of what decays.
             recurrence_lr: learning rate of what the family names in `recurrence_parameters` (S5's Lambda, B, log_step
                 and norms, GateLoop's transitions; nothing in the others); `lr` when None.
-            exceptions: options by parameter names, or parts of them, in place of the above. The authors of S5 train
-                some tasks with {"B": {"lr": lr, "weight_decay": weight_decay}}.
+            exceptions: options by parameter names, or parts of them ("B", "layers.0"), in place of the above. Where
+                several fit, the one of most parts counts, then the one further in. The authors of S5 train some tasks
+                with {"B": {"lr": lr, "weight_decay": weight_decay}}.
 
         Returns:
             Dicts of "params", "lr", "weight_decay" and what `exceptions` adds, no two of which agree in all but params.
@@ -318,7 +319,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         backbone = self.base_model
         exceptions = exceptions or {}
         unknown = set(exceptions)
-        groups: dict[tuple, dict] = {}
+        groups: list[tuple[dict, list[nn.Parameter]]] = []
         for name, parameter in self.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -326,13 +327,17 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             decays = parameter.ndim >= 2 and not set(parts) & {"initial_state", *backbone.undecayed_parameters}
             own_rate = recurrence_lr is not None and set(parts) & set(backbone.recurrence_parameters)
             options = {"lr": recurrence_lr if own_rate else lr, "weight_decay": weight_decay if decays else 0.0}
-            for part in parts:
-                options |= exceptions.get(part, {})
-            unknown -= set(parts)
-            groups.setdefault(tuple(sorted(options.items())), {"params": [], **options})["params"].append(parameter)
+            fitting = [key for key in exceptions if f".{key}." in f".{name}."]
+            for key in sorted(fitting, key=lambda key: (key.count("."), f".{name}.".rfind(f".{key}."))):
+                options |= exceptions[key]
+            unknown -= set(fitting)
+            members = next((members for known, members in groups if known == options), None)
+            if members is None:
+                groups.append((options, members := []))
+            members.append(parameter)
         if unknown:
             raise ValueError(f"exceptions: no trainable parameter's name has a part {sorted(unknown)[0]!r}")
-        return list(groups.values())
+        return [{"params": members, **options} for options, members in groups]
 
 
 class RecurrentModel(RecurrentPreTrainedModel):

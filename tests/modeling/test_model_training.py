@@ -457,6 +457,14 @@ def test_exceptions_in_parameter_groups():
     by_name = {names[id(p)].split(".")[-1]: g for g in groups for p in g["params"]}
     assert (by_name["B"]["lr"], by_name["B"]["weight_decay"]) == (0.3, 0.2)
     assert (by_name["log_step"]["betas"], by_name["Lambda_re"]["betas"]) == ((0.5, 0.9), (0.9, 0.999))
+    exceptions = {"model.layers.1.mixer.ssm.B": {"lr": 0.7}, "layers.1": {"lr": 0.6}}
+    exceptions |= {"B": {"lr": 0.5, "betas": [0.5, 0.9]}, "ssm": {"lr": 0.4}}
+    for given in (exceptions, dict(reversed(exceptions.items()))):  # the most specific one counts
+        groups = model.parameter_groups(0.3, exceptions=given)
+        rates = {names[id(p)]: g["lr"] for g in groups for p in g["params"]}
+        at = {layer: [rates[f"model.layers.{layer}.mixer.ssm.{name}"] for name in ("B", "C")] for layer in (0, 1)}
+        assert at == {0: [0.5, 0.4], 1: [0.7, 0.6]} and rates["lm_head.weight"] == 0.3
+        assert len(groups) == 5 and sum(g.get("betas") == [0.5, 0.9] for g in groups) == 2
     with pytest.raises(ValueError, match="exceptions: no trainable parameter's name has a part 'A_log'"):
         model.parameter_groups(0.3, exceptions={"A_log": {"lr": 0.1}})
 
