@@ -27,7 +27,7 @@ from hf_recurrent.training.model import families
 EPILOG = """\
 examples:
   python examples/decision.py
-  python examples/decision.py --model-type longhorn --asked-for 20 60 200 --output runs/decision
+  python examples/decision.py --model-type longhorn --asked-for 20 60 200 --output runs/decision.safetensors
 """
 ENVIRONMENT, LONGEST = "CartPole-v1", 200  # steps, each of which is rewarded with 1
 

@@ -33,17 +33,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/lora"), help="folder (%(default)s)")
     args = parser.parse_args()
 
-    torch.manual_seed(0)
+    try:
+        text = "\n".join(file.read_text(encoding="utf-8") for file in args.data)
+    except (OSError, ValueError) as error:
+        parser.error(f"--data: {error}")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
+    if len(tokens) <= args.sequence_length:
+        parser.error(f"--data: {len(tokens)} tokens, less than a row of {args.sequence_length}")
+
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(args.model)
     lora = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora).train()
     model.print_trainable_parameters()
 
-    text = "\n".join(file.read_text(encoding="utf-8") for file in args.data)
-    tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
-    if len(tokens) <= args.sequence_length:
-        parser.error(f"--data: {len(tokens)} tokens, less than a row of {args.sequence_length}")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate)
     for step in range(1, args.steps + 1):
         starts = torch.randint(len(tokens) - args.sequence_length, (args.batch_size,))

@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_recurrent.training import DataArguments, ModelArguments, TrainArguments, train
+from hf_recurrent.training.model import families
+from hf_recurrent.training.sources import expand
 
 EPILOG = """\
 examples:
@@ -22,7 +24,7 @@ def main() -> None:
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", nargs="+", required=True, help="files or globs: text, .jsonl, .parquet, .csv")
-    parser.add_argument("--model-type", default="mingru", help="family (%(default)s)")
+    parser.add_argument("--model-type", choices=list(families()), default="mingru", help="family (%(default)s)")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokenizer", default="bytes", help="'bytes', 'bpe', or a folder or name (%(default)s)")
@@ -30,6 +32,10 @@ def main() -> None:
     parser.add_argument("--prompt", default="The ", help="what the model goes on from in the end (%(default)r)")
     parser.add_argument("--output", default="runs/pretrained", help="folder (%(default)s)")
     args = parser.parse_args()
+    try:
+        expand(args.data, "--data")
+    except FileNotFoundError as error:
+        parser.error(str(error))
 
     train(
         ModelArguments(

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 import hf_recurrent  # noqa: F401  (registers the models)
+from hf_recurrent.training.model import families
 from hf_recurrent.training.tokenizer import byte_tokenizer
 
 EPILOG = """\
@@ -36,7 +37,7 @@ def main() -> None:
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="files of text, one document each")
-    parser.add_argument("--model-type", default="mingru", help="family (%(default)s)")
+    parser.add_argument("--model-type", choices=list(families()), default="mingru", help="family (%(default)s)")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=256)
@@ -47,8 +48,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/trainer"), help="folder (%(default)s)")
     args = parser.parse_args()
 
+    try:
+        texts = [file.read_text(encoding="utf-8") for file in args.data]
+    except (OSError, ValueError) as error:
+        parser.error(f"--data: {error}")
     tokenizer = byte_tokenizer()
-    texts = [file.read_text(encoding="utf-8") for file in args.data]
     rows = pack([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts], args.sequence_length)
     if not len(rows):
         parser.error(f"--data: less than one row of {args.sequence_length} tokens")

@@ -5,9 +5,11 @@ a file; every later one reads the file in place of the text. Several continuatio
 """
 
 import argparse
+import hashlib
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_recurrent import RecurrentCache, stream
@@ -29,16 +31,28 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=60)
     args = parser.parse_args()
 
+    try:
+        text = args.prefix.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        parser.error(f"--prefix: {error}")
+
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model).eval()
-    prefix = tokenizer(args.prefix.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
+    prefix = tokenizer(text, return_tensors="pt")["input_ids"]
+    digest = hashlib.sha256(prefix.numpy().tobytes()).hexdigest()
     if args.state.is_file():
-        cache = RecurrentCache.load(args.state, model.config)  # of another model: a ValueError says what differs
+        try:
+            cache = RecurrentCache.load(args.state, model.config)
+        except ValueError as error:  # of another model: it says what differs
+            parser.error(f"--state: {error}")
+        with safe_open(args.state, "pt") as file:
+            if file.metadata().get("prefix_sha256") != digest:
+                parser.error(f"--state {args.state}: not of the text in --prefix {args.prefix}: name another file")
     else:
         cache = RecurrentCache(model.config)
         for _ in stream(model, prefix[0], cache):  # in chunks, whatever the text's length
             pass
-        cache.save(args.state)
+        cache.save(args.state, {"prefix_sha256": digest})
     print(f"{prefix.shape[1]:,} tokens, {cache.nbytes:,} bytes of state in {args.state}")
 
     for prompt in args.prompts:

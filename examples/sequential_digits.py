@@ -66,6 +66,10 @@ def main() -> None:
     for name in ("epochs", "train_digits", "layers", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.batch_size > args.train_digits:
+        parser.error(f"--batch-size must be at most --train-digits, {args.train_digits}, got {args.batch_size}")
+    if args.max_steps is not None and args.max_steps < 1:
+        parser.error(f"--max-steps must be at least 1, got {args.max_steps}")
     try:
         images, labels = load(args.data)
     except (OSError, ValueError) as error:

@@ -52,13 +52,17 @@ def test_windows_are_of_episodes(decision):
         assert (real[:-1] - real[1:] == 1).all() and (returns[~mask.bool()] == 0).all()
 
 
-def test_the_script(decision, tmp_path, capsys):
+def test_the_script(decision, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
     flags = "--hidden-size 16 --episodes 12 --steps 12 --batch-size 8 --window 8 --asked-for 30 --games 2".split()
     decision.main([*flags, "--output", str(tmp_path / "d.safetensors")])
     said = capsys.readouterr().out
     assert "Recorded: 12 episodes" in said and "Asked for 30:" in said and "in 2 games" in said
     with safe_open(tmp_path / "d.safetensors", "pt") as file:
         assert "embed_return.weight" in file.keys()  # noqa: SIM118  (it is no dict)
+    for example in decision.EPILOG.splitlines()[1:]:
+        decision.parse(example.split()[2:])
     for bad, message in ((["--games", "0"], "--games must be at least 1"), (["--output", "x.pt"], ".safetensors")):
         with pytest.raises(SystemExit):
             decision.main(bad)

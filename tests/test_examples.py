@@ -26,6 +26,15 @@ def run(name: str, *argv) -> None:
         sys.argv = before
 
 
+def refused(capsys, name: str, *argv) -> str:
+    """The one line that a script ends with before it does anything."""
+    with pytest.raises(SystemExit) as stopped:
+        run(name, *argv)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and said.startswith(f"{name}.py: error: ")
+    return said
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("text") / "fox.txt"
@@ -71,12 +80,19 @@ def test_rows_of_the_trainer_example_end_documents():
     assert rows["labels"] == [[-100, 6, 7, -100], [9, -100, 2, 3]]
 
 
+@pytest.mark.parametrize("script", ["pretrain", "pretrain_with_trainer"])
+def test_what_pretraining_refuses(script, text, tmp_path, capsys):
+    assert "invalid choice: 'mingr'" in refused(capsys, script, "--data", text, "--model-type", "mingr")
+    assert "none.txt" in refused(capsys, script, "--data", text, tmp_path / "none.txt", "--output", tmp_path / "run")
+
+
 def test_finetune_lora(pretrained, text, tmp_path, capsys):
     flags = ("--steps", 2, "--batch-size", 2, "--sequence-length", 32, "--rank", 2)
     run("finetune_lora", pretrained, "--data", text, *flags, "--output", tmp_path)
     assert "step 2: loss" in capsys.readouterr().out
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert "none.txt" in refused(capsys, "finetune_lora", tmp_path / "no model", "--data", tmp_path / "none.txt")
 
 
 def test_saved_state(pretrained, text, tmp_path, capsys):
@@ -91,6 +107,13 @@ def test_saved_state(pretrained, text, tmp_path, capsys):
     whole = tokenizer(TEXT + "The ", return_tensors="pt")
     tokens = model.generate(**whole, max_new_tokens=5, do_sample=False)[0, len(tokenizer(TEXT)["input_ids"]) :]
     assert first.split("-" * 40)[1].strip("\n") == tokenizer.decode(tokens)
+    for other in (TEXT[:100], TEXT.replace("dog", "cat")):
+        (tmp_path / "other.txt").write_text(other)
+        said = refused(capsys, "saved_state", pretrained, "--prefix", tmp_path / "other.txt", *flags[2:])
+        assert f"--state {tmp_path / 'fox.safetensors'}: not of the text in --prefix" in said
+    (tmp_path / "fox.safetensors").write_text("no state")
+    assert "not a whole safetensors file" in refused(capsys, "saved_state", pretrained, *flags)
+    assert "none.txt" in refused(capsys, "saved_state", pretrained, "--prefix", tmp_path / "none.txt", *flags[2:])
 
 
 def test_evaluate(pretrained, text, tmp_path, capsys, monkeypatch):
@@ -119,6 +142,9 @@ def test_sequential_digits(tmp_path, capsys):
     sizes = ("--epochs", 1, "--train-digits", 8, "--layers", 1, "--batch-size", 4, "--device", "cpu")
     run("sequential_digits", "--data", tmp_path, *sizes, "--output", tmp_path / "model")
     assert (tmp_path / "model" / "config.json").is_file()
+    for flag, value, reason in (("--batch-size", 9, "at most --train-digits, 8"), ("--max-steps", -1, "at least 1")):
+        said = refused(capsys, "sequential_digits", "--data", tmp_path, *sizes, flag, value)
+        assert said.endswith(f"{flag} must be {reason}, got {value}")
 
 
 def test_pendulum(tmp_path, capsys):
