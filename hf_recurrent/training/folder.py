@@ -1,6 +1,7 @@
 """The output folder: whatever is in it is whole, and what was there stays until something whole replaces it."""
 
 import contextlib
+import glob
 import json
 import os
 import re
@@ -84,6 +85,8 @@ class RunFolder:
         Args:
             arguments: the text of `train.yaml`, or of what stands for it.
         """
+        for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.previous-*"):
+            warnings.warn(f"{left} holds an earlier run, which one that was killed was to replace", stacklevel=2)
         if self._barely_begun():
             for leftover in (*self.path.glob(f"{UNFINISHED}*"), *_entries(self.path)):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

@@ -206,6 +206,13 @@ def test_what_is_replaced_stays_until_something_is_saved(run, tmp_path):
     assert not run.checkpoints.exists()
 
 
+def test_what_a_killed_run_was_to_replace_is_named(run):
+    killed = RunFolder(str(run.path))
+    killed.open("seed: 2\n")
+    with pytest.warns(UserWarning, match="run.previous-1 holds an earlier run, which one that"):
+        RunFolder(str(run.path)).open("seed: 3\n")
+
+
 def test_a_run_that_saved_nothing_leaves_its_metrics_beside(run, tmp_path):
     before = tree(run.path)
     for number in (1, 2):
