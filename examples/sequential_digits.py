@@ -1,7 +1,7 @@
 """Train S5 to tell handwritten digits that it reads one pixel at a time (sequential MNIST, arXiv 2208.04933).
 
 The model is the preset "s5-smnist" (4 layers, H 96, P 128), the optimiser the paper's: AdamW with a learning rate of
-its own and no weight decay for the state matrix, its input matrix, the steps and the norms; a linear warm-up over the
+its own and no weight decay for the state matrix, its input matrix and the steps; a linear warm-up over the
 first epoch, then half a cosine.
 """
 

@@ -148,15 +148,15 @@ def test_sequential_digits(tmp_path, capsys):
 
 
 def test_pendulum(tmp_path, capsys):
-    sizes = ("--train", 6, "--test", 3, "--epochs", 2, "--batch-size", 4, "--device", "cpu")
+    sizes = ("--train", 6, "--test", 3, "--final-test", 5, "--epochs", 2, "--batch-size", 4, "--device", "cpu")
     run("pendulum", *sizes, "--output", tmp_path / "model")
     said = capsys.readouterr().out
-    assert "epoch 2: train 0." in said and "test 0." in said
+    assert "epoch 2: loss " in said and " in the test, " in said
     example = runpy.run_path(str(EXAMPLES / "pendulum.py"))
     model = example["PendulumModel"]()
     model.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
-    test = example["tensors"](generate("pendulum", 3, 0, "test"), "cpu")
-    assert f"test {example['mean_squared_error'](model, *test):.5f}" in said.splitlines()[-1]
+    errors = example["squared_errors"](model, *example["tensors"](generate("pendulum", 5, 0, "test"), "cpu"))
+    assert said.splitlines()[-1].startswith(f"5 others: mean {errors.mean():.5f}, its standard error 0.")
     with pytest.raises(SystemExit):  # before it has trained
         run("pendulum", "--output", tmp_path / "model" / "config.json")
     assert "--output" in (said := capsys.readouterr().err) and "File exists" in said

@@ -304,8 +304,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         Args:
             lr: learning rate.
             weight_decay: of what decays.
-            recurrence_lr: learning rate of what the family names in `recurrence_parameters` (S5's Lambda, B, log_step
-                and norms, GateLoop's transitions; nothing in the others); `lr` when None.
+            recurrence_lr: learning rate of what the family names in `recurrence_parameters` (S5's Lambda, B, log_step,
+                GateLoop's transitions; nothing in the others); `lr` when None.
             exceptions: options by parameter names, or parts of them ("B", "layers.0"), in place of the above. Where
                 several fit, the one of most parts counts, then the one further in. The authors of S5 train some tasks
                 with {"B": {"lr": lr, "weight_decay": weight_decay}}.

@@ -524,9 +524,8 @@ class S5Model(S5PreTrainedModel, RecurrentModel):
     mixer_class = S5Mixer
     block_class = S5Block
     mixer_kwargs = ("step_rescale", "timesteps")
-    # The authors' "standard" setting, in which the norms share the SSM's learning rate.
-    undecayed_parameters = ("Lambda_re", "Lambda_im", "B", "log_step")
-    recurrence_parameters = (*undecayed_parameters, "mixer_norm", "mlp_norm")
+    # The authors' "standard" setting; it names "norm" too, but compares with names of parameters, which no norm has.
+    undecayed_parameters = recurrence_parameters = ("Lambda_re", "Lambda_im", "B", "log_step")
     float32_weights = True  # bfloat16 has three digits for poles that lie at the edge of stability
 
     def __init__(self, config: S5Config):

@@ -425,7 +425,7 @@ def test_initial_weights(config):
 # What decays, by the last module or parameter of its name; and what has the recurrence's learning rate.
 DECAYING = {"embed_tokens", "lm_head", "in_proj", "out_proj", "up_proj", "down_proj", "conv1d", "gate_proj", "x_proj"}
 DECAYING |= {"dt_head", "transition_proj", "out1", "out2", "C"}
-OWN_RATE = {"s5": {"Lambda_re", "Lambda_im", "B", "log_step", "mixer_norm", "mlp_norm"}}
+OWN_RATE = {"s5": {"Lambda_re", "Lambda_im", "B", "log_step"}}
 OWN_RATE |= {"gateloop": {"transition", "transition_proj"}}
 
 
