@@ -132,14 +132,26 @@ class RunFolder:
         moved = self._previous is None or self._previous.exists()  # else the folder is still the earlier run's
         if moved and (self.path / self.mark).is_file():
             if any(line["step"] > 0 for name in (self.lines, BAD_BATCHES) for line in self._lines(name)):
-                failed = _free_name(self.path, "failed")
-                os.rename(self.path, failed)
+                failed = self._set_aside()
                 warnings.warn(f"nothing had been saved: the run's metrics are in {failed}", stacklevel=2)
+                moved = failed != self.path
             else:
                 shutil.rmtree(self.path, ignore_errors=True)
         if self._previous is not None and moved:
             os.rename(self._previous, self.path)
         self._previous = None
+
+    def _set_aside(self) -> Path:
+        """Where the folder has been moved to; itself, where it stays: as a link, the working folder, a mount point, or
+        in a folder that cannot be written to."""
+        if self.path.is_symlink() or self.path.resolve() == Path.cwd():
+            return self.path
+        failed = _free_name(self.path, "failed")
+        try:
+            os.rename(self.path, failed)
+        except OSError:
+            return self.path
+        return failed
 
     # ---- metrics
 

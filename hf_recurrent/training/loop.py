@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
-from ..files import write_whole
+from ..files import UNFINISHED, write_whole
 from ..hub.code import write_code
 from ..malloc import keep_freed_memory
 from ..messages import counted
@@ -33,7 +35,15 @@ from .folder import ARGUMENTS, BAD_BATCHES, TRACKERS, RunFolder
 from .health import health
 from .input import build_rows, first_texts, prune_token_cache, save_places, summary
 from .loss_policy import LossPolicy, Verdict
-from .model import check_fit, check_folder, checkpoint_activations, create_model, load_model, planned_config
+from .model import (
+    brings_tokenizer,
+    check_fit,
+    check_folder,
+    checkpoint_activations,
+    create_model,
+    load_model,
+    planned_config,
+)
 from .optimizer import create_optimizer, learning_rate_ratio
 from .prefetch import Prefetcher
 from .report import Baselines, baselines, plot_loss, table
@@ -64,7 +74,7 @@ FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size", "conte
 FREE |= {"on_bad_loss", "on_loss_spike", "loss_spike_threshold", "max_skipped_steps", "health_steps", "log_with"}
 FREE |= {"token_cache", "token_cache_gb", "license", "language", "fsdp", "timeout_minutes"}
 # What may differ between the machines of a run: where something lies. The tokens may not.
-LOCAL = {"output_dir", "data_files", "validation_files", "sources", "dataset", "model", "tokenizer"}
+LOCAL = {"output_dir", "data_files", "validation_files", "dataset", "model", "tokenizer"}
 SHARED_WITHIN = 90  # seconds; file systems in a network remember for up to a minute what was not there
 
 
@@ -130,7 +140,11 @@ class Run:
         if train_args.output_dir is None:
             train_args.output_dir = f"runs/{model_args.model_type or 'mingru'}"
         self.folder = RunFolder(train_args.output_dir)
-        self.folder.check(overwrite=train_args.overwrite, resume=train_args.resume)
+        refusal = None
+        try:
+            self.folder.check(overwrite=train_args.overwrite, resume=train_args.resume)
+        except OSError as error:
+            refusal = error  # which the other processes are to hear of, who would wait for this one
         self.accelerator = distributed.create_accelerator(
             train_args,
             log_with=check_trackers(train_args.log_with) if train_args.log_with else None,
@@ -147,7 +161,7 @@ class Run:
         self.replica, self.part = divmod(self.rank, train_args.context_parallel)
         self.state = State()
         self.checkpoint = checkpoint = self.folder.newest_checkpoint() if train_args.resume else None
-        self._check_processes()  # by then every one has seen the folder as it was
+        self._check_processes(refusal)  # by then every one has seen the folder as it was
         # A checkpoint has all weights, so that the model that the run began with need not be there any more. (Those of
         # older versions lack its configuration.)
         self.has_configuration = checkpoint is not None and (checkpoint / CONFIG_NAME).is_file()
@@ -173,6 +187,8 @@ class Run:
         self.loss_options: dict[str, bool] = {}  # what else each call of the model is given
         model = self._model()
         self.validation = self._validation_rows(corpus, data_args.sequence_length, model.config.vocab_size)
+        if self.processes > 1 and len(set(gather_object([self._digest(model)]))) > 1:
+            raise ValueError("the validation text or the weights of --model are not the same in all processes")
         if saved is not None and saved["digest"] != self.rows.digest:
             raise ValueError(f"--resume: the corpus or its tokens have changed since {checkpoint} was written")
         set_seed(train_args.seed, device_specific=True)  # each process drops out its own units
@@ -197,15 +213,30 @@ class Run:
 
     # ---- preparation
 
-    def _check_processes(self) -> None:
+    def _check_processes(self, refusal: OSError | None) -> None:
         """
+        Args:
+            refusal: why this process cannot use the output folder.
+
         Raises:
-            ValueError: the processes have not been given the same run; the message says what differs.
+            OSError: that.
+            ValueError: another process cannot, or they have not been given the same run; the message says what differs.
         """
         settings = yaml.safe_load(to_yaml(*self.arguments))
         mine = {flag(name): value for name, value in settings.items() if name not in LOCAL}
+        mine |= {f"{flag(name)} given": bool(settings.get(name)) for name in LOCAL}
+        mine["--sources"] = [
+            {name: value for name, value in source.items() if name not in LOCAL}
+            for source in settings.get("sources") or []
+        ]
         mine["newest checkpoint"] = self.checkpoint and self.checkpoint.name
-        for rank, other in enumerate(everyone := gather_object([mine])):
+        everyone, refusals = gather_object([mine]), gather_object([refusal and str(refusal)])
+        if refusal is not None:
+            raise refusal
+        for rank, reason in enumerate(refusals):
+            if reason is not None:
+                raise ValueError(f"process {rank} has refused: {reason}")
+        for rank, other in enumerate(everyone):
             for name in {**everyone[0], **other}:
                 if other.get(name) != everyone[0].get(name):
                     raise ValueError(
@@ -214,19 +245,33 @@ class Run:
                     )
 
     def _check_shared(self) -> None:
-        """Make sure that every process sees the folder that the main one has begun to use.
+        """Make sure that every process sees what the main one writes into the output folder, before any of it changes.
 
         Raises:
             ValueError: one does not.
         """
-        begun, mark = time.monotonic(), self.folder.path / ARGUMENTS
+        if self.processes == 1:
+            return
+        path, existed = self.folder.path, self.folder.path.is_dir()
+        mark = path / f"{UNFINISHED}{broadcast_object_list([uuid.uuid4().hex])[0]}"
+        if self.accelerator.is_main_process:
+            path.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        self.accelerator.wait_for_everyone()
         # NFS may go on for a while saying that there is none, to a machine that has looked before.
-        while not mark.is_file() and time.monotonic() - begun < SHARED_WITHIN:
-            time.sleep(0.5)
+        begun, patience = time.monotonic(), SHARED_WITHIN
+        if self.args.timeout_minutes is not None:
+            patience = min(patience, 30 * self.args.timeout_minutes)  # half of it: the others wait in the next call
+        while not mark.is_file() and time.monotonic() - begun < patience:
+            time.sleep(0.1)
         blind = [rank for rank, seen in enumerate(gather_object([mark.is_file()])) if not seen]
+        if self.accelerator.is_main_process:
+            mark.unlink()
+            if blind and not existed:
+                path.rmdir()
         if blind:
             raise ValueError(
-                f"--output-dir {self.folder.path}: process {blind[0]} does not see what process 0 has written there: "
+                f"--output-dir {path}: process {blind[0]} does not see what process 0 has written there: "
                 "it must be on a file system that all machines share"
             )
 
@@ -252,6 +297,16 @@ class Run:
         if corpus.validation is None:
             return None
         return validation_rows(corpus.validation, self.tokenizer, sequence_length, vocab_size)
+
+    def _digest(self, model: PreTrainedModel) -> str:
+        """Of what tokens to train on do not tell: validation rows, and weights that have been read."""
+        digest = hashlib.sha256()
+        if self.validation is not None:
+            digest.update(self.validation.rows["labels"])
+        if self.arguments[0].model is not None:
+            for weight in model.state_dict().values():
+                digest.update(weight.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     @property
     def rows_per_step(self) -> int:
@@ -286,8 +341,8 @@ class Run:
         if model.dtype != torch.float64:
             model.float()  # in 16 bits, as it may have been saved, most of an optimiser's steps would be rounded away
         if model_args.model is not None:
-            own = data_args.tokenizer == "bpe"  # whose special tokens are not judged
-            check_fit(TokenizerSize(tokenizer.size) if own else tokenizer, model.config)
+            known = self.has_configuration or brings_tokenizer(model_args, data_args)  # its special tokens are accepted
+            check_fit(TokenizerSize(tokenizer.size) if known else tokenizer, model.config)
         if args.gradient_checkpointing:
             self.loss_options = checkpoint_activations(model)
         elif self.accelerator.device.type == "cpu":  # the next step's tensors have the sizes of this one's
@@ -412,6 +467,8 @@ class Run:
             self._note_bad_batch(verdict, total, norm, batches)
         if verdict.action == "stop":
             if verdict.finite and self.state.step > 0:  # what has been learned is not lost
+                self.loss_policy.undo()
+                self.optimizer.zero_grad()
                 self.save_checkpoint()
             raise self._diverged(verdict.fault, self.state.step + 1)
         if verdict.action == "update":
@@ -571,7 +628,7 @@ class Run:
     def save_checkpoint(self) -> None:
         """Save what a run needs to go on as if it had not stopped. It is there as a whole or not at all."""
         step, main, wait = self.state.step, self.accelerator.is_main_process, self.accelerator.wait_for_everyone
-        if self.folder.checkpoint(step).exists():
+        if broadcast_object_list([self.folder.checkpoint(step).exists()])[0]:
             return
         self._check_weights()
         with self.folder.new_checkpoint(step, self.args.keep_checkpoints, main=main, wait=wait) as temporary:
@@ -610,6 +667,7 @@ class Run:
     # ---- the loop
 
     def train(self) -> dict:
+        self._check_shared()
         try:
             if self.accelerator.is_main_process:
                 if self.checkpoint is not None:
@@ -618,7 +676,6 @@ class Run:
                 else:
                     self.folder.open(to_yaml(*self.arguments))
             self.accelerator.wait_for_everyone()
-            self._check_shared()
             if self.args.log_with:
                 settings = yaml.safe_load(to_yaml(*self.arguments))
                 start_trackers(self.accelerator, self.folder.path, settings, self.state.step)

@@ -65,7 +65,8 @@ class LossPolicy:
             name = "--on-bad-loss" if args.on_bad_loss == "skip" else "--on-loss-spike"
             raise ValueError(f"{name} skip: under DeepSpeed the gradients and the update are one call")
         # What a forward pass leaves in the model besides gradients (running statistics) is not to stay either.
-        self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()] if skips else []
+        undoes = skips or args.on_loss_spike == "stop"
+        self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()] if undoes else []
         self._before: list[Tensor] = []
 
     def before_step(self) -> None:
@@ -94,12 +95,12 @@ class LossPolicy:
         if action == "update":
             self.state.recent_losses = [*self.state.recent_losses, value][-WINDOW:]
             self.state.skipped_in_row = 0
+        elif action == "skip" and self.state.skipped_in_row + 1 >= self.args.max_skipped_steps:
+            fault += f"; {counted(self.args.max_skipped_steps, 'step')} skipped in a row"
+            action, self.state.skipped_in_row = "stop", 0  # whoever resumes it does so knowingly
         elif action == "skip":
             self.state.skipped += 1
             self.state.skipped_in_row += 1
-            if self.state.skipped_in_row >= self.args.max_skipped_steps:
-                fault += f"; {counted(self.state.skipped_in_row, 'step')} skipped in a row"
-                action = "stop"
         return Verdict(value, finite, fault, action)
 
     @torch.no_grad()

@@ -155,6 +155,13 @@ def load_model(name: str, what: str = "--model", model_class: type = AutoModelFo
     return model
 
 
+def brings_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> bool:
+    """Whether the tokenizer is that of the model that a run continues from."""
+    if model_args.model is None:
+        return False
+    return data_args.tokenizer == "bpe" or Path(data_args.tokenizer).resolve() == Path(model_args.model).resolve()
+
+
 def planned_config(model_args: ModelArguments, data_args: DataArguments, args: TrainArguments) -> PreTrainedConfig:
     """The configuration that a run's arguments describe, as far as it is known before a text is read.
 
@@ -166,7 +173,7 @@ def planned_config(model_args: ModelArguments, data_args: DataArguments, args: T
         config = create_config(model_args, tokenizer_size(data_args))
     else:
         config = check_folder(model_args.model)
-        if data_args.tokenizer != "bpe":  # else its own
+        if not brings_tokenizer(model_args, data_args):
             check_fit(tokenizer_size(data_args), config)
     if args.context_parallel > 1:
         check_split_config(config)

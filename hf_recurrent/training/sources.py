@@ -155,11 +155,14 @@ def _csv_records(file: str, delimiter: str) -> Iterator[dict]:
     with COMPRESSIONS.get(Path(file).suffix, open)(file, "rt", encoding="utf-8-sig", newline="") as stream:
         reader = csv.reader(stream, delimiter=delimiter, strict=True)
         rows = filter(None, reader)  # empty lines are no records
-        columns = next(rows, [])
-        for row in rows:
-            if len(row) != len(columns):
-                raise ValueError(f"line {reader.line_num}: got {counted(len(row), 'value')}, expected {len(columns)}")
-            yield dict(zip(columns, row, strict=True))
+        try:
+            columns = next(rows, [])
+            for row in rows:
+                if len(row) != len(columns):
+                    raise csv.Error(f"got {counted(len(row), 'value')}, expected {len(columns)}")
+                yield dict(zip(columns, row, strict=True))
+        except csv.Error as error:
+            raise ValueError(f"line {reader.line_num}: {error}") from None
 
 
 def _parquet_rows(file: str) -> int:

@@ -407,7 +407,7 @@ def test_globs_and_names(tmp_path):
         ("a.jsonl", b'{"text": 3}\n', "record 0: column 'text' holds 3, expected text"),
         ("a.csv", b"txt,n\na,1\n", "no column 'text'; it has 'txt', 'n': choose one by --text-column"),
         ("a.csv", b"text\nHello, world\n", "cannot be read as csv: line 2: got 2 values, expected 1"),
-        ("a.tsv", b'text\tn\n"never closed\t1\n', "cannot be read as tsv: unexpected end of data"),
+        ("a.tsv", b'text\tn\n"never closed\t1\n', "cannot be read as tsv: line 2: unexpected end of data"),
         ("a.parquet", b"PAR1 garbage", "cannot be read as parquet: .*magic bytes"),
     ],
 )

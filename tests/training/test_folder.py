@@ -226,6 +226,21 @@ def test_a_run_that_saved_nothing_leaves_its_metrics_beside(run, tmp_path):
     assert tree(run.path) == before
 
 
+def test_a_folder_that_cannot_be_moved_stays(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("../link", "."):
+        folder = RunFolder(name)
+        folder.open("seed: 1\n")
+        folder.log({"step": 3})
+        with pytest.warns(UserWarning, match=f"the run's metrics are in {name}$"):
+            folder.close()
+        assert RunFolder(name).metrics() == [{"step": 3}]
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link", "here"}
+
+
 def test_a_run_that_saved_nothing_leaves_nothing(tmp_path):
     folder = RunFolder(str(tmp_path / "run"))
     folder.open("seed: 1\n")

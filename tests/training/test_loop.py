@@ -701,6 +701,11 @@ def test_a_tokenizer_with_other_special_tokens_than_the_model(train, text, tmp_p
         assert cli.main(["train", *TINY[4:], *map(str, argv), *more]) == 2
         message = "the tokenizer does not fit the model: its bos_token_id is 256, the model's is 0"
         assert message in capsys.readouterr().err
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))  # its own is accepted, named or not
+    for name, tokenizer in (("one", []), ("two", ["--tokenizer", model])):
+        argv = ["--model", model, "--data-files", text, *tokenizer, "--output-dir", tmp_path / name, "--max-steps", 1]
+        assert cli.main(["train", *TINY[4:], *map(str, argv)]) == 0
 
 
 def test_a_tokenizer_with_a_token_beyond_its_number(train, text, tmp_path, capsys):

@@ -115,6 +115,26 @@ def test_running_statistics_are_put_back(run, monkeypatch):
     assert all(map(torch.equal, buffers[1], buffers[2])) and not all(map(torch.equal, buffers[0], buffers[1]))
 
 
+def test_a_stop_for_a_leap_saves_the_step_before(run):
+    """As it was, running statistics too; and a resume may skip as many steps as the run could."""
+    flags = ["--model-type", "s5", "--config-overrides", "norm=batch", "--save-steps", FEWEST + 1]
+    flags += ["--loss-spike-threshold", 20, "--max-steps", FEWEST + 2]
+    whole, folder = run(*flags, name="whole")
+    whole.train()
+    skips = ["--on-loss-spike", "skip", "--max-skipped-steps", 1]
+    for name, more in (("stop", ["--on-loss-spike", "stop"]), ("skip", skips)):
+        stopping, stopped = run(*flags, *more, name=name)
+        with pytest.raises(FloatingPointError, match=f"at step {FEWEST + 2}"):
+            break_steps(stopping, {FEWEST + 2}, 3.0).train()
+        one, other = (
+            torch.load(path / "checkpoints" / f"step-{FEWEST + 1:08d}" / "pytorch_model.bin", weights_only=True)
+            for path in (folder, stopped)
+        )
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        state = json.loads(next(stopped.glob("checkpoints/*/state.json")).read_text())["state"]
+        assert (state["step"], state["skipped"], state["skipped_in_row"]) == (FEWEST + 1, 0, 0)
+
+
 def test_resuming_remembers_the_losses_and_what_was_skipped(run, tmp_path):
     """A spike is judged by the losses from before the interruption."""
     flags = ["--max-steps", FEWEST + 8, "--on-loss-spike", "skip", "--on-bad-loss", "skip", "--save-steps", FEWEST + 2]

@@ -1,6 +1,8 @@
 """Several processes train as one does: real process groups on the CPU, by gloo."""
 
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,22 +92,39 @@ def of_rank(*argvs):
     command_line(*argvs[int(os.environ["RANK"])])
 
 
-def test_processes_that_were_told_different_things(tmp_path):
-    (tmp_path / "documents.jsonl").write_text(DOCUMENTS)
+def refused(tmp_path, message, *argvs):
+    """Both processes end with the same line, and leave nothing."""
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix[:4] != ".log"}
+    group = start_group(of_rank, *argvs, processes=2, log=tmp_path / "run.log")
+    assert finish(group) == [2, 2], output(tmp_path / "run")
+    assert all(message in (tmp_path / f"run.log.{rank}").read_text() for rank in range(2)), output(tmp_path / "run")
+    found = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "run.log" not in path.name}
+    assert found == {path: content for path, content in before.items() if "run.log" not in path.name}
+
+
+def test_processes_that_were_told_different_things(tmp_path, train_processes):
+    small = ["--max-steps", "2", "--save-steps", "2"]
+    for name, seed in (("run", 0), ("base", 1)):
+        train_processes(name, 1, *small, "--batch-size", "16", "--seed", str(seed))
+    for name in ("mount/run", "other"):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
     (tmp_path / "other.jsonl").write_text(DOCUMENTS.replace("def", "fed"))
-    (tmp_path / "mount").mkdir()
-    common = ["train", *TINY, "--max-steps", 2, "--output-dir"]
-    rest = ["--data-files", tmp_path / "documents.jsonl", "--learning-rate", "1e-2"]
-    for second, message in (
-        ([tmp_path / "run", *rest[:3], "1e-3"], "the processes differ: --learning-rate is 0.01 in process 0, 0.001 in"),
-        ([tmp_path / "run", "--data-files", tmp_path / "other.jsonl", *rest[2:]], "its tokens are not the same in all"),
-        ([tmp_path / "mount" / "run", *rest], "run: process 1 does not see what process 0 has written there"),
-    ):
-        argvs = [[*common, tmp_path / "run", *rest], [*common, *second]]
-        group = start_group(of_rank, *argvs, processes=2, log=tmp_path / "run.log")
-        assert finish(group) == [2, 2]
-        assert all(message in (tmp_path / f"run.log.{rank}").read_text() for rank in range(2)), output(tmp_path / "run")
-        assert not (tmp_path / "run").exists()
+    common = ["train", *TINY, "--max-steps", "4", "--save-steps", "2", "--total-batch-size", "16"]
+    data, other = ["--data-files", tmp_path / "documents.jsonl"], ["--data-files", tmp_path / "other.jsonl"]
+    run, mount, new = (["--output-dir", tmp_path / name] for name in ("run", "mount/run", "new"))
+    rate = ["--learning-rate", "1e-3"]
+    check = functools.partial(refused, tmp_path)
+    check("the processes differ: --learning-rate is 0.01 in process 0, 0.001 in", [*common, *data, *new],
+          [*common, *data, *new, *rate])  # fmt: skip
+    check("its tokens are not the same in all", [*common, *data, *new], [*common, *other, *new])
+    # An earlier run on both machines, to be replaced or gone on from.
+    for more in (["--overwrite"], ["--resume"]):
+        check("does not see what process 0 has written there", *([*common, *data, *to, *more] for to in (run, mount)))
+    check("run: holds an earlier run: continue it", [*common, *data, *new], [*common, *data, *run])
+    models = [*TINY[4:], "--max-steps", "2", *data, *new, "--model"]
+    check("or the weights of --model are not the same", *(["train", *models, tmp_path / m] for m in ("run", "base")))
+    validation = [*TINY[:-6], "--max-steps", "2", *data, *new, "--validation-files"]
+    check("the validation text or the weights", *(["train", *validation, o[1]] for o in (data, other)))
 
 
 def launch(tmp_path, *flags):
