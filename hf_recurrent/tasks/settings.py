@@ -99,7 +99,7 @@ class TaskTraining:
             raise ValueError(f"{config_class.__name__}: {' '.join(str(error).split())}") from None
         model = auto.from_config(config)
         if self.start_from is not None:
-            self._start(model, load_model(self.start_from, "--start-from", auto))
+            self._start(model, load_model(self.start_from, "--start-from", auto, PEERS))
         return model
 
     def _start(self, model: PreTrainedModel, earlier: PreTrainedModel) -> None:

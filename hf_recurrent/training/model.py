@@ -1,6 +1,7 @@
 """The model to train: a new one of any family, or one from a folder."""
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -91,11 +92,12 @@ def create_model(args: ModelArguments, tokenizer: TokenizerSize) -> PreTrainedMo
     return AutoModelForCausalLM.from_config(create_config(args, tokenizer))
 
 
-def check_folder(name: str, what: str = "--model") -> PreTrainedConfig:
+def check_folder(name: str, what: str = "--model", peers: Iterable[str] = ()) -> PreTrainedConfig:
     """The configuration of a model of ours, in a folder or on the Hub.
 
     Args:
         what: the argument that `name` was given as, for the messages.
+        peers: model types that will do as well.
 
     Raises:
         ValueError: there is no model, or it is of another type.
@@ -114,24 +116,26 @@ def check_folder(name: str, what: str = "--model") -> PreTrainedConfig:
     except Exception as error:  # a broken file, an unknown type, no network: each raises its own
         part = "its config.json cannot be used: " if Path(name).exists() else ""
         raise ValueError(f"{what} {name}: {part}{access.reason(error, name)}") from error
-    if config.model_type not in families():
-        raise ValueError(
-            f"{what} {name}: is of type {config.model_type!r}; this package knows {', '.join(sorted(families()))}"
-        )
+    known = sorted({*families(), *peers})
+    if config.model_type not in known:
+        raise ValueError(f"{what} {name}: is of type {config.model_type!r}; this package knows {', '.join(known)}")
     return config
 
 
-def load_model(name: str, what: str = "--model", model_class: type = AutoModelForCausalLM) -> PreTrainedModel:
+def load_model(
+    name: str, what: str = "--model", model_class: type = AutoModelForCausalLM, peers: Iterable[str] = ()
+) -> PreTrainedModel:
     """A model of ours, a causal language model unless `model_class` is another, from a folder or the Hub.
 
     Args:
         what: the argument that `name` was given as, for the messages.
+        peers: model types that will do as well.
 
     Raises:
         ValueError: there is none, it is of another type, or its weights cannot be read, are not those of its
             configuration, or are not finite.
     """
-    check_folder(name, what)
+    check_folder(name, what, peers)
     verbosity = logging.get_verbosity()
     try:
         logging.set_verbosity_error()  # it prints as a table what is raised below

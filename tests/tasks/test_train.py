@@ -61,12 +61,15 @@ def test_the_command_learns_selective_copying(tmp_path, capsys):
     assert "holds an earlier run: replace it by --overwrite" in capsys.readouterr().err
 
 
-def test_a_peer_is_trained_alike():
+def test_a_peer_is_trained_alike(tmp_path):
     config = {"hidden_size": 16, "num_hidden_layers": 1}
     training = TaskTraining(
         "induction_heads", SMALL["induction_heads"], "mamba", config, 2, 4, weight_decay=0.1, eval_examples=4
     )
-    result = train_task(training)
+    result = train_task(training, tmp_path / "run")
+    begun = dataclasses.replace(training, start_from=str(tmp_path / "run"), seed=1).create_model().state_dict()
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
+    assert all(torch.equal(begun[name], weight) for name, weight in trained.items())
     assert result["model_type"] == "mamba" and [row["step"] for row in result["curve"]] == [1, 2]
     assert result["seconds"] > 0 and result["device"] == "cpu" and result["machine"]["date"]
 
