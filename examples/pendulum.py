@@ -58,8 +58,8 @@ class PendulumModel(nn.Module):
         # On a CPU, a few at a time stay in its cache: four times as fast as all of them as PyTorch has them by default.
         parts = frames.split(100) if frames.device.type == "cpu" else [frames]
         features = torch.cat([self.encoder(part) for part in parts]).unflatten(0, pictures.shape[:2])
-        states = self.backbone(input_features=features, timesteps=timesteps / INTERVAL, use_cache=False)
-        states = states.last_hidden_state
+        outputs = self.backbone(input_features=features, timesteps=timesteps / INTERVAL, use_cache=False)
+        states = outputs.last_hidden_state
         return self.mean(states), F.elu(self.spread(states)) + 1
 
     def parameter_groups(self, lr: float, ssm_lr: float) -> list[dict]:
@@ -148,8 +148,11 @@ def main() -> None:
                 f"test, {minutes:.1f} min"
             )
     errors = squared_errors(model, *tensors(generate("pendulum", args.final_test, args.seed, "test"), args.device))
-    mean, deviation, median = errors.mean(), errors.std(correction=0) / math.sqrt(len(errors)), errors.median()
-    print(f"{len(errors):,} others: mean {mean:.5f}, its standard error {deviation:.5f}, median {median:.5f}")
+    uncertainty = errors.std(correction=0) / math.sqrt(len(errors))
+    print(
+        f"{len(errors):,} others: mean {errors.mean():.5f}, its standard error {uncertainty:.5f}, "
+        f"median {errors.median():.5f}"
+    )
     if args.output is not None:
         save_file(model.state_dict(), args.output / "model.safetensors")
         model.backbone.config.save_pretrained(args.output)

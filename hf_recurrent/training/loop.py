@@ -230,7 +230,7 @@ class Run:
             for source in settings.get("sources") or []
         ]
         mine["newest checkpoint"] = self.checkpoint and self.checkpoint.name
-        everyone, refusals = gather_object([mine]), gather_object([refusal and str(refusal)])
+        everyone, refusals = zip(*gather_object([(mine, refusal and str(refusal))]), strict=True)
         if refusal is not None:
             raise refusal
         for rank, reason in enumerate(refusals):

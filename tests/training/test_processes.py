@@ -94,20 +94,22 @@ def of_rank(*argvs):
 
 def refused(tmp_path, message, *argvs):
     """Both processes end with the same line, and leave nothing."""
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix[:4] != ".log"}
+
+    def kept():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and ".log" not in path.name}
+
+    before = kept()
     group = start_group(of_rank, *argvs, processes=2, log=tmp_path / "run.log")
     assert finish(group) == [2, 2], output(tmp_path / "run")
     assert all(message in (tmp_path / f"run.log.{rank}").read_text() for rank in range(2)), output(tmp_path / "run")
-    found = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "run.log" not in path.name}
-    assert found == {path: content for path, content in before.items() if "run.log" not in path.name}
+    assert kept() == before
 
 
 def test_processes_that_were_told_different_things(tmp_path, train_processes):
     small = ["--max-steps", "2", "--save-steps", "2"]
     for name, seed in (("run", 0), ("base", 1)):
         train_processes(name, 1, *small, "--batch-size", "16", "--seed", str(seed))
-    for name in ("mount/run", "other"):
-        shutil.copytree(tmp_path / "run", tmp_path / name)
+    shutil.copytree(tmp_path / "run", tmp_path / "mount" / "run")
     (tmp_path / "other.jsonl").write_text(DOCUMENTS.replace("def", "fed"))
     common = ["train", *TINY, "--max-steps", "4", "--save-steps", "2", "--total-batch-size", "16"]
     data, other = ["--data-files", tmp_path / "documents.jsonl"], ["--data-files", tmp_path / "other.jsonl"]
