@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
-from ..files import UNFINISHED, write_whole
+from ..files import write_whole
 from ..hub.code import write_code
 from ..malloc import keep_freed_memory
 from ..messages import counted
@@ -27,6 +26,7 @@ from ..modeling.configuration import RecurrentConfig
 from ..modeling.model import IGNORED
 from ..parallel import part
 from . import checkpoints, costs, distributed
+from .agreement import check_alike, check_shared
 from .arguments import DataArguments, ModelArguments, TrainArguments, check_together, flag, to_yaml
 from .bptt import backward_in_chunks
 from .data_arguments import DEFAULT_VOCAB_SIZE
@@ -73,9 +73,6 @@ FREE |= {"batch_size", "gradient_accumulation_steps", "total_batch_size", "conte
 # What is watched, and what is done about it.
 FREE |= {"on_bad_loss", "on_loss_spike", "loss_spike_threshold", "max_skipped_steps", "health_steps", "log_with"}
 FREE |= {"token_cache", "token_cache_gb", "license", "language", "fsdp", "timeout_minutes"}
-# What may differ between the machines of a run: where something lies. The tokens may not.
-LOCAL = {"output_dir", "data_files", "validation_files", "dataset", "model", "tokenizer"}
-SHARED_WITHIN = 90  # seconds; file systems in a network remember for up to a minute what was not there
 
 
 @dataclasses.dataclass
@@ -161,7 +158,7 @@ class Run:
         self.replica, self.part = divmod(self.rank, train_args.context_parallel)
         self.state = State()
         self.checkpoint = checkpoint = self.folder.newest_checkpoint() if train_args.resume else None
-        self._check_processes(refusal)  # by then every one has seen the folder as it was
+        check_alike(self.arguments, checkpoint, refusal)  # by then every one has seen the folder as it was
         # A checkpoint has all weights, so that the model that the run began with need not be there any more. (Those of
         # older versions lack its configuration.)
         self.has_configuration = checkpoint is not None and (checkpoint / CONFIG_NAME).is_file()
@@ -212,68 +209,6 @@ class Run:
         self._print(self._summary(corpus))
 
     # ---- preparation
-
-    def _check_processes(self, refusal: OSError | None) -> None:
-        """
-        Args:
-            refusal: why this process cannot use the output folder.
-
-        Raises:
-            OSError: that.
-            ValueError: another process cannot, or they have not been given the same run; the message says what differs.
-        """
-        settings = yaml.safe_load(to_yaml(*self.arguments))
-        mine = {flag(name): value for name, value in settings.items() if name not in LOCAL}
-        mine |= {f"{flag(name)} given": bool(settings.get(name)) for name in LOCAL}
-        mine["--sources"] = [
-            {name: value for name, value in source.items() if name not in LOCAL}
-            for source in settings.get("sources") or []
-        ]
-        mine["newest checkpoint"] = self.checkpoint and self.checkpoint.name
-        everyone, refusals = zip(*gather_object([(mine, refusal and str(refusal))]), strict=True)
-        if refusal is not None:
-            raise refusal
-        for rank, reason in enumerate(refusals):
-            if reason is not None:
-                raise ValueError(f"process {rank} has refused: {reason}")
-        for rank, other in enumerate(everyone):
-            for name in {**everyone[0], **other}:
-                if other.get(name) != everyone[0].get(name):
-                    raise ValueError(
-                        f"the processes differ: {name} is {everyone[0].get(name)} in process 0, {other.get(name)} in "
-                        f"process {rank}: all need the same settings, and an --output-dir that they share"
-                    )
-
-    def _check_shared(self) -> None:
-        """Make sure that every process sees what the main one writes into the output folder, before any of it changes.
-
-        Raises:
-            ValueError: one does not.
-        """
-        if self.processes == 1:
-            return
-        path, existed = self.folder.path, self.folder.path.is_dir()
-        mark = path / f"{UNFINISHED}{broadcast_object_list([uuid.uuid4().hex])[0]}"
-        if self.accelerator.is_main_process:
-            path.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        self.accelerator.wait_for_everyone()
-        # NFS may go on for a while saying that there is none, to a machine that has looked before.
-        begun, patience = time.monotonic(), SHARED_WITHIN
-        if self.args.timeout_minutes is not None:
-            patience = min(patience, 30 * self.args.timeout_minutes)  # half of it: the others wait in the next call
-        while not mark.is_file() and time.monotonic() - begun < patience:
-            time.sleep(0.1)
-        blind = [rank for rank, seen in enumerate(gather_object([mark.is_file()])) if not seen]
-        if self.accelerator.is_main_process:
-            mark.unlink()
-            if blind and not existed:
-                path.rmdir()
-        if blind:
-            raise ValueError(
-                f"--output-dir {path}: process {blind[0]} does not see what process 0 has written there: "
-                "it must be on a file system that all machines share"
-            )
 
     def _print(self, text: str) -> None:
         if self.accelerator.is_main_process:
@@ -667,7 +602,7 @@ class Run:
     # ---- the loop
 
     def train(self) -> dict:
-        self._check_shared()
+        check_shared(self.accelerator, self.folder.path, self.args.timeout_minutes)
         try:
             if self.accelerator.is_main_process:
                 if self.checkpoint is not None:

@@ -14,7 +14,7 @@ from runs import DOCUMENTS, TINY, assert_same, curve, forget_the_end, output
 from workers import command_line, finish, start_group
 
 import hf_recurrent
-from hf_recurrent.training import loop
+from hf_recurrent.training import agreement
 
 
 def test_processes_equal_one(train_processes):
@@ -88,7 +88,7 @@ def test_what_is_refused_before_the_first_step(train_processes):
 
 def of_rank(*argvs):
     """Each process's own command line, with no long wait for what is not there."""
-    loop.SHARED_WITHIN = 1
+    agreement.SHARED_WITHIN = 1
     command_line(*argvs[int(os.environ["RANK"])])
 
 
