@@ -29,6 +29,37 @@ def _paths(rng: np.random.Generator, number: int, length: float, size: int) -> n
     return made
 
 
+def _pairs(rng: np.random.Generator, number: int, length: float, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Two times (number, points, 2): paths that are apart, and whose beginnings are no easier to tell from the two ends of
+    one path than they must be. They are as far from each other as the first path's end from its beginning, and each
+    path leaves its beginning at the angle to the other's at which it leaves to its own end, though on the other side.
+    """
+    first = np.empty((number, int(length / SPACING) + 1, 2))
+    second = np.empty_like(first)
+    missing = np.arange(number)
+    while len(missing):
+        one, other = _paths(rng, len(missing), length, size), _paths(rng, len(missing), length, size)
+        towards = _mirrored(one)
+        far = np.linalg.norm(one[:, -1] - one[:, 0], axis=1)
+        begins = one[:, 0] + far[:, None] * np.stack([np.cos(towards), np.sin(towards)], axis=1)
+        turn = (towards + np.pi - _mirrored(other))[:, None]
+        x, y = np.moveaxis(other - other[:, :1], -1, 0)
+        other = np.stack([np.cos(turn) * x - np.sin(turn) * y, np.sin(turn) * x + np.cos(turn) * y], axis=-1)
+        other += begins[:, None]
+        good = ((other > MARGIN) & (other < size - MARGIN)).all(axis=(1, 2))
+        good[good] = _distance(one[good], other[good]) >= APART
+        first[missing[good]], second[missing[good]] = one[good], other[good]
+        missing = missing[~good]
+    return first, second
+
+
+def _mirrored(paths: np.ndarray) -> np.ndarray:
+    """(n,): the direction from the beginning of each path to its end, mirrored at its direction there."""
+    heading, chord = (np.arctan2(*(paths[:, place] - paths[:, 0]).T[::-1]) for place in (1, -1))
+    return 2 * heading - chord
+
+
 def _distance(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """(n,): the least distance of the points (n, p, 2) from the points (n, q, 2)."""
     difference = first[:, :, None] - second[:, None]
@@ -54,7 +85,9 @@ def pathfinder(
     In each picture lie two dashed paths of `length` pixels, and up to `distractors` of a third of that, all at least 5
     pixels apart, which the gaps of the dashes are not: 3 pixels are drawn, 1.5 left out. A dot is a disc of the radius
     1.5 at a path's end. Label 1: the dots are at both ends of one of the two long paths. Label 0: at an end of each.
-    Both are equally likely. A distractor that finds no place after 60 tries is left out.
+    Both are equally likely, and in both the dots are equally far apart, and the angles between a path and the straight
+    line from its dot to the other are alike, so that none of these alone says anything. A distractor that finds no
+    place after 60 tries is left out.
 
     Pictures and constants are this package's own: figures compare with each other, not with those of the papers.
 
@@ -62,28 +95,18 @@ def pathfinder(
         input_features (n, size², 1), float32 in [0, 1], row by row; labels (n,).
 
     Raises:
-        ValueError: paths below 6 pixels, or too long for the picture; distractors below 0.
+        ValueError: paths below 8 pixels, or too long for the picture; distractors below 0.
     """
-    if not 6 <= length <= size / 2 - 2:
-        raise ValueError(f"length must be between 6 and size / 2 - 2 = {size / 2 - 2:g}, got {length}")
+    if not 8 <= length <= size / 2 - 2:
+        raise ValueError(f"length must be between 8 and size / 2 - 2 = {size / 2 - 2:g}, got {length}")
     if distractors < 0:
         raise ValueError(f"distractors must be at least 0, got {distractors}")
-    first, second = _paths(rng, number, length, size), _paths(rng, number, length, size)
-    close = np.flatnonzero(_distance(first, second) < APART)
-    while len(close):  # both anew: some paths leave no room for another
-        first[close], second[close] = _paths(rng, len(close), length, size), _paths(rng, len(close), length, size)
-        close = close[_distance(first[close], second[close]) < APART]
+    first, second = _pairs(rng, number, length, size)
     points = np.concatenate([first, second], axis=1)
     along = np.tile(np.arange(first.shape[1]) * SPACING, 2)
     kept = np.broadcast_to(along % (DASH + GAP) < DASH, points.shape[:2])
     labels = rng.integers(2, size=number)
-    # One end of the first path; the other is its own, or one of the second path's.
-    ends = rng.integers(2, size=(number, 2))
-    rows, last = np.arange(number), first.shape[1] - 1
-    dots = np.stack([
-        first[rows, ends[:, 0] * last],
-        np.where(labels[:, None] == 1, first[rows, (1 - ends[:, 0]) * last], second[rows, ends[:, 1] * last]),
-    ], axis=1)  # fmt: skip
+    dots = np.stack([first[:, 0], np.where(labels[:, None] == 1, first[:, -1], second[:, 0])], axis=1)
     for _ in range(distractors):
         short, placed = _paths(rng, number, length / 3, size), np.zeros(number, bool)
         for _ in range(TRIES):

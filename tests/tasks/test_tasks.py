@@ -194,8 +194,18 @@ def test_pathfinder():
         groups = np.array([part[np.flatnonzero((lit == place).all(axis=1))[0]] for place in thick])
         far = np.hypot(*(thick[:, None] - thick[None]).transpose(2, 0, 1)).max()
         assert far > 3 and (len(set(groups)) == 1) == bool(label)
-    many = generate("pathfinder", 300, size=24, length=8, distractors=0)["labels"]
-    assert 100 < many.sum() < 200
+
+
+def test_pathfinder_is_not_told_by_how_far_apart_the_dots_are():
+    made = generate("pathfinder", 400, size=24, length=8, distractors=0)
+    joined, distances = made["labels"] == 1, []
+    for features in made["input_features"]:
+        squares = np.lib.stride_tricks.sliding_window_view(features.reshape(24, 24), (2, 2)).min(axis=(2, 3))
+        thick = np.argwhere(squares > 0.55)
+        distances.append(np.hypot(*(thick[:, None] - thick[None]).transpose(2, 0, 1)).max())
+    assert 150 < joined.sum() < 250 and min(distances) > 3
+    told = max(np.mean((np.array(distances) < far) == joined) for far in set(distances))
+    assert told < 0.5 + 3 * 0.5 / 400**0.5
 
 
 def test_tones():
@@ -248,7 +258,7 @@ def test_tones():
         (lambda: generate("listops", 1, max_depth=1), "max_depth and max_arguments must be at least 2"),
         (lambda: generate("listops", 1, max_depth=2), "shortest must be at most 12 for max_depth = 2, got 500"),
         (lambda: generate("pendulum", 1, steps=101), "steps must be between 1 and grid = 100, got 101"),
-        (lambda: generate("pathfinder", 1, length=20), "length must be between 6 and size . 2 - 2 = 14, got 20"),
+        (lambda: generate("pathfinder", 1, length=20), "length must be between 8 and size . 2 - 2 = 14, got 20"),
         (lambda: generate("pathfinder", 1, distractors=-1), "distractors must be at least 0, got -1"),
         (lambda: generate("tones", 1, classes=1), "classes must be at least 2"),
         (lambda: generate("tones", 1, decimation=8), "rate / decimation must be at least 2400"),

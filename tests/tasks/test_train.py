@@ -25,7 +25,7 @@ SMALL = {
     "induction_heads": {"length": 12, "vocab_size": 6},
     "listops": {"shortest": 5, "longest": 20},
     "pendulum": {"steps": 8, "grid": 16, "size": 6, "duration": 1.6},
-    "pathfinder": {"size": 16, "length": 6, "distractors": 0},
+    "pathfinder": {"size": 20, "length": 8, "distractors": 0},
     "tones": {"classes": 2, "rate": 4800, "seconds": 0.02},
 }
 
