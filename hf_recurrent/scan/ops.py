@@ -173,7 +173,28 @@ def _warn_of_fallback(backend: str, reason: str) -> None:
     )
 
 
+def _in_transform() -> bool:
+    """Inside vmap, grad, jvp and the like of torch.func, whose tensors no operator of ours takes."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def choose_backend(backend: str | None, device: torch.device) -> str:
+    """
+    Raises:
+        ValueError: no such backend, or one of another device.
+        NotImplementedError: a backend other than "reference" inside a transform of torch.func.
+        BackendUnavailable: the reason is in `backend_report`.
+    """
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
+    if backend != "reference" and _in_transform():
+        if backend is not None:
+            raise NotImplementedError(f"torch.func's transforms work with backend='reference', not with {backend!r}")
+        _warn_once(
+            "Inside torch.func's transforms hf_recurrent runs its scans as a loop over the positions (backend "
+            "'reference'), which is slow for long sequences."
+        )
+        return "reference"
     if backend is None:
         if device.type not in COMPILED:
             return "chunked"
@@ -181,8 +202,6 @@ def choose_backend(backend: str | None, device: torch.device) -> str:
         if reason is not None:
             _warn_of_fallback(device.type, reason)
         return device.type if reason is None else "chunked"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
     if backend in COMPILED:
         if device.type != backend:
             raise ValueError(f"backend {backend!r} takes tensors on a {backend} device, got tensors on {device}")

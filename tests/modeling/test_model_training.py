@@ -40,6 +40,24 @@ def test_the_loss_is_that_of_the_shifted_labels(config):
     torch.testing.assert_close(without_5, model(input_ids, labels=other.masked_fill(other == 5, -100)).loss)
 
 
+@each_family
+def test_gradients_of_each_example_by_torch_func(config):
+    model = causal_lm(config)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    input_ids = token_ids(config, 3, 6)
+
+    def loss(parameters, row):
+        inputs = {"input_ids": row[None], "labels": row[None], "use_cache": False}
+        return torch.func.functional_call(model, parameters, (), inputs).loss
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, input_ids)
+    for i, row in enumerate(input_ids):
+        model.zero_grad()
+        model(row[None], labels=row[None]).loss.backward()
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(each[name][i], gradient, rtol=1e-5, atol=1e-6)
+
+
 @each_variant
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_gives_the_same_gradients(config, use_reentrant):

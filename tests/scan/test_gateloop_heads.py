@@ -266,8 +266,20 @@ def test_one_column_is_a_linear_scan(rows, columns, operator):
 
 def test_forward_mode_says_no():
     inputs = tuple(inputs_for(1, 4, 1, 3, 2, torch.float32, False))
-    with pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.func.jvp(lambda *x: gateloop_heads_scan(*x)[0], inputs, inputs)
+    q, dual = inputs[0], torch.autograd.forward_ad.make_dual
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        gateloop_heads_scan(dual(q, q), *inputs[1:])
+
+
+def test_transforms_of_torch_func():
+    """They go through the loop."""
+    inputs = tuple(inputs_for(1, 4, 1, 3, 2, torch.float32, False))
+    y, tangent = torch.func.jvp(lambda *x: gateloop_heads_scan(*x)[0], inputs, inputs)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    gradients = torch.autograd.grad(gateloop_heads_scan(*leaves)[0].sum(), leaves)
+    expected = sum((x * gradient).sum() for x, gradient in zip(inputs, gradients, strict=True))
+    torch.testing.assert_close(y, gateloop_heads_scan(*inputs)[0])
+    torch.testing.assert_close(tangent.sum(), expected)
 
 
 def test_compiled_without_a_break():

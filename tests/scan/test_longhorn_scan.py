@@ -133,7 +133,10 @@ def test_empty(backend, shape):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forward_mode_says_no(backend):
     inputs = tuple(inputs_for(1, 4, 3, 2, torch.float32))
-    with pytest.raises(NotImplementedError, match="forward-mode"):
+    x, dual = inputs[0], torch.autograd.forward_ad.make_dual
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        longhorn_scan(dual(x, x), *inputs[1:], backend=backend)
+    with pytest.raises(NotImplementedError, match="work with backend='reference'"):
         torch.func.jvp(lambda *x: longhorn_scan(*x, backend=backend)[0], inputs, inputs)
 
 

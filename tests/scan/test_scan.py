@@ -21,7 +21,7 @@ from oracle import (
     run,
 )
 
-from hf_recurrent.scan import linear_scan, mingru_scan, minlstm_scan
+from hf_recurrent.scan import linear_scan, mingru_scan, minlstm_scan, ops
 from hf_recurrent.scan.reference import STATE_DTYPES
 
 BACKENDS = ["chunked", "cpu"]
@@ -283,11 +283,30 @@ def test_empty(backend, shape):
 def test_forward_mode_says_no(backend):
     """Instead of tangents of zero."""
     x = torch.rand(1, 5, 2), torch.rand(1, 5, 2)
-    with pytest.raises(NotImplementedError, match="backend='reference' has one"):
+    with pytest.raises(NotImplementedError, match="work with backend='reference'"):
         torch.func.jvp(lambda *x: linear_scan(*x, backend=backend)[0], x, x)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         linear_scan(*x, torch.autograd.forward_ad.make_dual(torch.rand(1, 2), torch.ones(1, 2)), backend=backend)
     assert torch.func.jvp(lambda *x: linear_scan(*x, backend="reference")[0], x, x)[1].all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_transforms_of_torch_func(backend):
+    """They go through no operator of ours: without a backend the loop is taken, and that is said."""
+    a, b = torch.rand(3, 4, 2, dtype=torch.float64), torch.randn(3, 4, 2, dtype=torch.float64)
+
+    def last(a, b, backend=None):
+        return linear_scan(a[None], b[None], backend=backend)[1].square().sum()
+
+    with pytest.warns(UserWarning, match="torch.func's transforms .* as a loop"):
+        ops._warn_once.cache_clear()
+        each = torch.func.vmap(torch.func.grad(last))(a, b)
+    for i in range(3):
+        one = a[i].clone().requires_grad_()
+        last(one, b[i], backend).backward()
+        torch.testing.assert_close(each[i], one.grad)
+    with pytest.raises(NotImplementedError, match=f"backend='reference', not with '{backend}'"):
+        torch.func.grad(last)(a[0], b[0], backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
