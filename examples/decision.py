@@ -218,6 +218,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("hidden_size", "layers", "episodes", "steps", "batch_size", "window", "games"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if not 0 < args.learning_rate < np.inf:
+        parser.error(f"--learning-rate must be a number above 0, got {args.learning_rate}")
     if args.output is not None and (args.output.suffix != ".safetensors" or not args.output.parent.is_dir()):
         parser.error(f"--output {args.output}: expected a name ending in .safetensors, in a folder that exists")
     return args
@@ -239,6 +241,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     model = DecisionModel(config, recorded[0].states.shape[1], 2, LONGEST)
     loss = train(model, recorded, args.steps, args.learning_rate, args.batch_size, args.window, args.seed)
+    if not np.isfinite(loss):
+        sys.exit(f"decision.py: error: the loss is {loss}: try a smaller --learning-rate")
     print(f"Trained: {sum(p.numel() for p in model.parameters()):,} parameters, loss {loss:.4f} nats per action")
     for asked in args.asked_for:
         got = np.array(play(model, asked, args.games, args.seed))

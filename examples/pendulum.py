@@ -9,6 +9,7 @@ pictures are those of `hf_recurrent.tasks.TASKS["pendulum"]`, from a seed.
 
 import argparse
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -104,6 +105,9 @@ def main() -> None:
     for name in ("train", "test", "final_test", "epochs", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    for name in ("learning_rate", "ssm_learning_rate"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be a number above 0, got {getattr(args, name)}")
     if args.output is not None:
         try:
             args.output.mkdir(parents=True, exist_ok=True)
@@ -143,6 +147,8 @@ def main() -> None:
                 bar.update()
             error, minutes = squared_errors(model, *test).mean(), (time.perf_counter() - started) / 60
             loss, train_error = total.tolist()
+            if not math.isfinite(loss):
+                sys.exit(f"pendulum.py: error: the loss is {loss} in epoch {epoch}: try a smaller --learning-rate")
             bar.write(
                 f"epoch {epoch}: loss {loss:.4f}, mean squared error {train_error:.5f} in training, {error:.5f} in the "
                 f"test, {minutes:.1f} min"

@@ -1,4 +1,5 @@
-"""Train S5 to tell handwritten digits that it reads one pixel at a time (sequential MNIST, arXiv 2208.04933).
+"""Train S5 to tell handwritten digits that it reads one pixel at a time, row by row or in a mixed order (sequential and
+permuted MNIST, arXiv 2208.04933).
 
 The model is the preset "s5-smnist" (4 layers, H 96, P 128), the optimiser the paper's: AdamW with a learning rate of
 its own and no weight decay for the state matrix, its input matrix and the steps; a linear warm-up over the
@@ -6,35 +7,30 @@ first epoch, then half a cosine.
 """
 
 import argparse
-import gzip
 import math
+import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from hf_recurrent import S5Config, S5ForSequenceClassification
+from hf_recurrent.tasks.digits import digits, read_idx
 
 EPILOG = """\
 examples:
   python examples/sequential_digits.py --data mnist
+  python examples/sequential_digits.py --data mnist --permutation-seed 0
   python examples/sequential_digits.py --data mnist --epochs 2 --layers 2 --output runs/digits
 """
 
 
-def read_idx(path: Path) -> torch.Tensor:
-    """The array in a gzipped file of MNIST's format: 4 bytes, the last the number of dimensions; the sizes; values."""
-    data = gzip.open(path).read()
-    sizes = np.frombuffer(data, ">i4", count=data[3], offset=4)
-    return torch.tensor(np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(sizes))
-
-
-def load(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def load(folder: Path, permutation_seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Pixels in [0, 1], (digits, 784, 1), and labels, (digits,)."""
-    images = read_idx(folder / "t10k-images-idx3-ubyte.gz").float().flatten(1)[..., None] / 255
-    return images, read_idx(folder / "t10k-labels-idx1-ubyte.gz").long()
+    images, classes = (read_idx(folder / f"t10k-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
+    made = digits(images, classes, permutation_seed)
+    return torch.from_numpy(made["input_features"]), torch.from_numpy(made["labels"])
 
 
 @torch.no_grad()
@@ -51,6 +47,7 @@ def main() -> None:
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with t10k-{images,labels}-idx*-ubyte.gz")
+    parser.add_argument("--permutation-seed", type=int, help="read the pixels in a random order, the same for all")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--train-digits", type=int, default=8000, help="of the 10,000; the others test (%(default)s)")
     parser.add_argument("--layers", type=int, default=4)
@@ -70,10 +67,22 @@ def main() -> None:
         parser.error(f"--batch-size must be at most --train-digits, {args.train_digits}, got {args.batch_size}")
     if args.max_steps is not None and args.max_steps < 1:
         parser.error(f"--max-steps must be at least 1, got {args.max_steps}")
+    for name in ("learning_rate", "ssm_learning_rate"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be a number above 0, got {getattr(args, name)}")
+    if not 0 <= args.weight_decay < math.inf:
+        parser.error(f"--weight-decay must be a number of at least 0, got {args.weight_decay}")
+    if args.permutation_seed is not None and args.permutation_seed < 0:
+        parser.error(f"--permutation-seed must be at least 0, got {args.permutation_seed}")
     try:
-        images, labels = load(args.data)
+        images, labels = load(args.data, args.permutation_seed)
     except (OSError, ValueError) as error:
         parser.error(f"--data: {error}")
+    if args.output is not None:
+        try:
+            args.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--output: {error}")
     if not 0 < args.train_digits < len(labels):
         parser.error(f"--train-digits must be below {len(labels)}, got {args.train_digits}")
 
@@ -101,6 +110,8 @@ def main() -> None:
             order = torch.randperm(args.train_digits, device=args.device)
             for chosen in order[: epoch_steps * args.batch_size].split(args.batch_size)[: steps - progress.n]:
                 loss = model(input_features=images[chosen], labels=labels[chosen]).loss
+                if not loss.isfinite():
+                    sys.exit(f"sequential_digits.py: error: the loss is {loss.item()}: try a smaller --learning-rate")
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

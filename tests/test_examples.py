@@ -142,9 +142,17 @@ def test_sequential_digits(tmp_path, capsys):
     sizes = ("--epochs", 1, "--train-digits", 8, "--layers", 1, "--batch-size", 4, "--device", "cpu")
     run("sequential_digits", "--data", tmp_path, *sizes, "--output", tmp_path / "model")
     assert (tmp_path / "model" / "config.json").is_file()
-    for flag, value, reason in (("--batch-size", 9, "at most --train-digits, 8"), ("--max-steps", -1, "at least 1")):
+    run("sequential_digits", "--data", tmp_path, *sizes, "--permutation-seed", 1, "--max-steps", 1)
+    for flag, value, reason in (
+        ("--batch-size", 9, "at most --train-digits, 8"),
+        ("--max-steps", -1, "at least 1"),
+        ("--learning-rate", float("nan"), "a number above 0"),
+        ("--permutation-seed", -1, "at least 0"),
+    ):
         said = refused(capsys, "sequential_digits", "--data", tmp_path, *sizes, flag, value)
         assert said.endswith(f"{flag} must be {reason}, got {value}")
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes((tmp_path / "t10k-labels-idx1-ubyte.gz").read_bytes()[:20])
+    assert "--data: " in refused(capsys, "sequential_digits", "--data", tmp_path, *sizes)
 
 
 def test_pendulum(tmp_path, capsys):

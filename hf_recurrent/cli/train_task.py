@@ -13,7 +13,7 @@ def _parser() -> Parser:
         description="""\
 Trains a new model on a task that is generated from a seed, fresh examples at every step, and prints the share of right
 answers on others: selective_copying, associative_recall, memory_horizon, induction_heads, listops, or by S5 pathfinder,
-pendulum (the mean squared error) and tones (at half the sampling rate, too).""",
+pendulum (the mean squared error), tones (at half the sampling rate, too) and digits, from files of MNIST.""",
         epilog="""\
 examples:
   hf-recurrent train --task selective_copying --task-args length=256 --num-hidden-layers 3
@@ -22,6 +22,7 @@ examples:
   hf-recurrent train --task memory_horizon --model-type gateloop --output-dir runs/horizon --resume auto
   hf-recurrent train --task associative_recall --task-args length=128 --model-type longhorn --start-from runs/recall-64
   hf-recurrent train --task tones --task-args rate=4000,seconds=0.5 --learning-rate 1e-3
+  hf-recurrent train --task digits --task-args folder=mnist,permutation=0 --num-hidden-layers 4
 """,
     )
     add = parser.add_argument

@@ -15,9 +15,10 @@ from numbers import Integral, Real
 import numpy as np
 
 from ..messages import nearest
+from .digits import digits, digits_of_folder
 from .listops import listops
 from .pathfinder import pathfinder
-from .signals import digits, pendulum, tones
+from .signals import pendulum, tones
 from .symbols import associative_recall, induction_heads, memory_horizon, selective_copying
 
 __all__ = ["TASKS", "build", "digits", "generate"]
@@ -31,8 +32,22 @@ TASKS: dict[str, Callable[..., dict[str, np.ndarray]]] = {
     "pendulum": pendulum,
     "tones": tones,
     "pathfinder": pathfinder,
+    "digits": digits_of_folder,
 }
 SPLITS = ("train", "validation", "test")
+# What an argument's annotation stands for, and its name in messages.
+KINDS = {
+    int: (Integral, "an integer"),
+    int | None: (Integral | None, "an integer"),
+    float: (Real, "a number"),
+    str: (str, "text"),
+}
+
+
+def arguments(name: str) -> dict[str, inspect.Parameter]:
+    """The arguments of a task's function that say what the examples are."""
+    parameters = inspect.signature(TASKS[name]).parameters.items()
+    return {argument: p for argument, p in list(parameters)[2:] if p.kind is not p.KEYWORD_ONLY}
 
 
 def generate(name: str, number: int, seed: int = 0, split: str = "train", **sizes) -> dict[str, np.ndarray]:
@@ -50,26 +65,29 @@ def generate(name: str, number: int, seed: int = 0, split: str = "train", **size
     Raises:
         ValueError: an unknown task, split or argument; a number below 1, a seed below 0, an argument that is not
             finite; what the task's function raises.
+        OSError: the digits' files are not there, or cannot be read.
     """
     if name not in TASKS:
         raise ValueError(f"no task {name!r}{nearest(name, TASKS)}")
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}: expected one of {', '.join(SPLITS)}")
-    valid = dict(list(inspect.signature(TASKS[name]).parameters.items())[2:])
+    valid = arguments(name)
     for argument, value in sizes.items():
         if argument not in valid:
             raise ValueError(f"{name} has no argument {argument!r}{nearest(argument, valid)}")
-        whole = isinstance(valid[argument].default, int)
-        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
-            raise ValueError(f"{argument} must be {'an integer' if whole else 'a number'}, got {value!r}")
-        if not math.isfinite(value):
+        kind, said = KINDS[valid[argument].annotation]
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ValueError(f"{argument} must be {said}, got {value!r}")
+        if isinstance(value, Real) and not math.isfinite(value):
             raise ValueError(f"{argument} must be finite, got {value!r}")
     for argument, value, least in (("number", number, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise ValueError(f"{argument} must be an integer, got {value!r}")
         if value < least:
             raise ValueError(f"{argument} must be at least {least}, got {value}")
-    return TASKS[name](np.random.default_rng([seed, SPLITS.index(split)]), number, **sizes)
+    # Digits are divided into splits; of what is made up there is enough for all.
+    divided = {"split": split} if name == "digits" else {}
+    return TASKS[name](np.random.default_rng([seed, SPLITS.index(split)]), number, **sizes, **divided)
 
 
 def build(name: str, seed: int = 0, train: int = 0, validation: int = 0, test: int = 0, **sizes):

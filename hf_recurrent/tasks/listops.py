@@ -1,11 +1,15 @@
 """ListOps: nested lists of operators and digits, to be evaluated (Long Range Arena)."""
 
+import functools
+from operator import or_
+
 import numpy as np
 
 VOCABULARY = ("<pad>", *map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]")
 PAD, CLOSE = 0, VOCABULARY.index("]")
 OPERATORS = {VOCABULARY.index(name): name for name in VOCABULARY[11:15]}
 DIGIT_PROBABILITY = 0.75
+TRIES = 100_000  # for each example
 
 
 def evaluate(operator: str, values: list[int]) -> int:
@@ -46,6 +50,23 @@ def _expression(
             return None
 
 
+def _some_length(shortest: int, longest: int, max_depth: int, max_arguments: int) -> bool:
+    """Whether an expression has from `shortest` to `longest` tokens."""
+    wanted = (2 << longest) - (1 << shortest)  # sets of lengths, as bits
+    arguments = 1 << 1  # a digit
+    for _ in range(max_depth - 1):
+        lengths = [length for length in range(longest) if arguments >> length & 1]
+        sums, expressions = 1, 0
+        for number in range(1, max_arguments + 1):
+            sums = functools.reduce(or_, (sums << length for length in lengths)) & ((2 << longest) - 1)
+            if number > 1:
+                expressions |= sums << 2
+        if expressions & wanted:
+            return True
+        arguments |= expressions
+    return False
+
+
 def listops(
     rng: np.random.Generator,
     number: int,
@@ -71,19 +92,21 @@ def listops(
         raise ValueError(f"shortest must be between 4 and longest = {longest}, got {shortest}")
     if max_depth < 2 or max_arguments < 2:
         raise ValueError(f"max_depth and max_arguments must be at least 2, got {max_depth} and {max_arguments}")
-    most = 1  # tokens of an expression: at the last depth a digit, else an operator, a bracket and the arguments
-    for _ in range(max_depth - 1):
-        most = 2 + max_arguments * most
-        if most >= shortest:
-            break
-    if shortest > most:
-        raise ValueError(f"shortest must be at most {most} for max_depth = {max_depth}, got {shortest}")
+    if not _some_length(shortest, longest, max_depth, max_arguments):
+        given = f"max_depth = {max_depth} and max_arguments = {max_arguments}"
+        raise ValueError(f"no expression has from shortest = {shortest} to longest = {longest} tokens for {given}")
     input_ids, labels = np.full((number, longest), PAD, np.int64), np.zeros(number, np.int64)
-    row = 0
+    row = tries = 0
     while row < number:
+        if tries == TRIES:
+            raise ValueError(
+                f"none of {TRIES:,} random expressions had from shortest = {shortest} to longest = {longest} tokens; "
+                f"max_depth is {max_depth}, max_arguments {max_arguments}"
+            )
+        tries += 1
         made = _expression(rng, max_depth, max_arguments, longest)
         if made is None or len(made[0]) < shortest or len(made[0]) > longest:
             continue
         input_ids[row, : len(made[0])], labels[row] = made
-        row += 1
+        row, tries = row + 1, 0
     return {"input_ids": input_ids, "attention_mask": (input_ids != PAD).astype(np.int64), "labels": labels}

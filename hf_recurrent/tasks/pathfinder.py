@@ -60,6 +60,12 @@ def _mirrored(paths: np.ndarray) -> np.ndarray:
     return 2 * heading - chord
 
 
+def _dashes(rng: np.random.Generator, number: int, points: int) -> np.ndarray:
+    """(number, points) bool: what is drawn of paths. Each begins anywhere in a dash or a gap."""
+    along = rng.uniform(0, DASH + GAP, (number, 1)) + np.arange(points) * SPACING
+    return along % (DASH + GAP) < DASH
+
+
 def _distance(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """(n,): the least distance of the points (n, p, 2) from the points (n, q, 2)."""
     difference = first[:, :, None] - second[:, None]
@@ -103,8 +109,7 @@ def pathfinder(
         raise ValueError(f"distractors must be at least 0, got {distractors}")
     first, second = _pairs(rng, number, length, size)
     points = np.concatenate([first, second], axis=1)
-    along = np.tile(np.arange(first.shape[1]) * SPACING, 2)
-    kept = np.broadcast_to(along % (DASH + GAP) < DASH, points.shape[:2])
+    kept = np.concatenate([_dashes(rng, number, first.shape[1]) for _ in range(2)], axis=1)
     labels = rng.integers(2, size=number)
     dots = np.stack([first[:, 0], np.where(labels[:, None] == 1, first[:, -1], second[:, 0])], axis=1)
     for _ in range(distractors):
@@ -115,8 +120,7 @@ def pathfinder(
                 break
             short[missing] = _paths(rng, len(missing), length / 3, size)
             placed[missing] = _distance(short[missing], points[missing]) >= APART
-        dashes = np.arange(short.shape[1]) * SPACING % (DASH + GAP) < DASH
-        kept = np.concatenate([kept, placed[:, None] & dashes], axis=1)
+        kept = np.concatenate([kept, placed[:, None] & _dashes(rng, number, short.shape[1])], axis=1)
         # What was not placed must be in nobody's way.
         points = np.concatenate([points, np.where(placed[:, None, None], short, np.inf)], axis=1)
     lines = _drawn(np.where(np.isfinite(points), points, 0), kept, 0.5, size)

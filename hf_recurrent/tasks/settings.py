@@ -23,7 +23,7 @@ from .listops import VOCABULARY
 TOKEN_TASKS = ("selective_copying", "associative_recall", "memory_horizon", "induction_heads")
 PREDEFINED = {field.name for field in dataclasses.fields(PreTrainedConfig)}  # of no family's own
 PEERS = {"mamba": MambaConfig}  # Transformers' own models, to compare with on tasks of tokens
-SIGNAL_TASKS = ("pendulum", "tones", "pathfinder")  # are read as numbers, which S5 alone takes
+SIGNAL_TASKS = ("pendulum", "tones", "pathfinder", "digits")  # are read as numbers, which S5 alone takes
 TRAINABLE = (*TOKEN_TASKS, "listops", *SIGNAL_TASKS)
 
 
@@ -132,6 +132,8 @@ class TaskTraining:
             return AutoModelForSequenceClassification, {"input_size": 1, "num_labels": sizes["classes"]}
         if self.task == "pathfinder":
             return AutoModelForSequenceClassification, {"input_size": 1, "num_labels": 2}
+        if self.task == "digits":
+            return AutoModelForSequenceClassification, {"input_size": 1, "num_labels": 10}
         if self.task == "listops":
             fields = {"vocab_size": len(VOCABULARY), "num_labels": 10, "pad_token_id": 0}
             return AutoModelForSequenceClassification, fields

@@ -1,34 +1,6 @@
-"""Tasks on numbers: digits pixel by pixel, a pendulum seen at irregular times, tones at another sampling rate."""
+"""Tasks on numbers: a pendulum seen at irregular times, tones at another sampling rate."""
 
 import numpy as np
-
-
-def digits(images: np.ndarray, classes: np.ndarray, permutation_seed: int | None = None) -> dict[str, np.ndarray]:
-    """
-    Images read one pixel at a time, row by row; or in an order that is random, and the same for all (Le et al. 2015,
-    https://arxiv.org/abs/1504.00941).
-
-    Args:
-        images: (n, height, width) or (n, height, width, channels), uint8 or floats in [0, 1].
-        classes: (n,) integers.
-        permutation_seed: of the random order; None for the order of rows.
-
-    Returns:
-        input_features (n, height width, channels), float32 in [0, 1]; labels (n,).
-
-    Raises:
-        ValueError: arrays of other shapes.
-    """
-    if images.ndim not in (3, 4) or classes.shape != images.shape[:1]:
-        raise ValueError(
-            f"images must be (n, height, width) or (n, height, width, channels) and classes (n,), got {images.shape} "
-            f"and {classes.shape}"
-        )
-    scale = 255 if images.dtype == np.uint8 else 1
-    features = images.reshape(len(images), images.shape[1] * images.shape[2], -1).astype(np.float32) / scale
-    if permutation_seed is not None:
-        features = features[:, np.random.default_rng(permutation_seed).permutation(features.shape[1])]
-    return {"input_features": features, "labels": classes.astype(np.int64)}
 
 
 def pendulum(

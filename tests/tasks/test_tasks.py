@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mnist import write_digits, write_idx
 
 from hf_recurrent.tasks import TASKS, build, digits, generate
+from hf_recurrent.tasks.digits import read_idx
 from hf_recurrent.tasks.listops import VOCABULARY
 
 SMALL = {
@@ -22,15 +24,21 @@ SMALL = {
 }
 
 
+@pytest.fixture
+def small(tmp_path):
+    write_digits(tmp_path, "t10k", 80)
+    return SMALL | {"digits": {"folder": str(tmp_path), "permutation": 2}}
+
+
 @pytest.mark.parametrize("name", TASKS)
-def test_seeds_splits_and_datasets(name):
-    first, again = generate(name, 6, seed=3, **SMALL[name]), generate(name, 6, seed=3, **SMALL[name])
-    others = [generate(name, 6, seed=4, **SMALL[name]), generate(name, 6, seed=3, split="test", **SMALL[name])]
+def test_seeds_splits_and_datasets(name, small):
+    first, again = generate(name, 6, seed=3, **small[name]), generate(name, 6, seed=3, **small[name])
+    others = [generate(name, 6, seed=4, **small[name]), generate(name, 6, seed=3, split="test", **small[name])]
     for column, array in first.items():
         assert len(array) == 6 and np.array_equal(array, again[column])
     inputs = next(iter(first))
     assert not any(np.array_equal(first[inputs], other[inputs]) for other in others)
-    data = build(name, seed=3, train=6, test=2, **SMALL[name])
+    data = build(name, seed=3, train=6, test=2, **small[name])
     assert set(data) == {"train", "test"} and len(data["test"]) == 2
     for column, array in first.items():
         assert np.array_equal(data["train"][:][column], array)
@@ -123,8 +131,59 @@ def test_digits():
     mixed = digits(images, np.array([3, 7]), permutation_seed=1)["input_features"]
     order = np.argsort(mixed[0, :, 0])
     assert np.array_equal(mixed[:, order], rows["input_features"]) and not np.array_equal(order, np.arange(12))
-    with pytest.raises(ValueError, match="images must be"):
-        digits(images, np.array([3]))
+    for bad in ((images, np.array([3])), (images[:0], np.array([])), (images.astype(np.int64), np.array([3, 7]))):
+        with pytest.raises(ValueError, match="images must be"):
+            digits(*bad)
+    with pytest.raises(ValueError, match=r"or floats in \[0, 1\], got float64"):
+        digits(images * 1.0, np.array([3, 7]))
+
+
+def pixels(made):
+    return {tuple(np.round(row[:, 0] * 255).astype(int)) for row in made["input_features"]}
+
+
+def test_digits_of_a_folder(tmp_path):
+    test = {tuple(image.flatten()) for image in write_digits(tmp_path, "t10k", 30)}
+    parts = [pixels(generate("digits", number, 0, split, folder=str(tmp_path))) for number, split in
+             ((24, "train"), (3, "validation"), (3, "test"))]  # fmt: skip
+    assert set.union(*parts) == test and sum(map(len, parts)) == 30
+    one, other = (generate("digits", 5, seed, folder=str(tmp_path)) for seed in (0, 1))
+    assert one["input_features"].shape == (5, 16, 1) and not np.array_equal(one["labels"], other["labels"])
+
+    both = tmp_path / "both"
+    both.mkdir()
+    write_digits(both, "t10k", 30, ending="")
+    train = {tuple(image.flatten()) for image in write_digits(both, "train", 24, ending="", seed=1)}
+    assert pixels(generate("digits", 30, 0, "test", folder=str(both))) == test
+    parts = [pixels(generate("digits", number, 0, split, folder=str(both), permutation=3)) for number, split in
+             ((22, "train"), (2, "validation"))]  # fmt: skip
+    assert {tuple(sorted(row)) for part in parts for row in part} == {tuple(sorted(row)) for row in train}
+    with pytest.raises(ValueError, match="number must be at most 2, the digits of the validation split, got 3"):
+        generate("digits", 3, 0, "validation", folder=str(both))
+
+
+def test_files_that_are_not_of_digits(tmp_path):
+    with pytest.raises(ValueError, match="digits needs folder=..., where MNIST's files are"):
+        generate("digits", 1)
+    with pytest.raises(FileNotFoundError, match="expected t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte there"):
+        generate("digits", 1, folder=str(tmp_path))
+    for argument, message in (({"folder": 7}, "folder must be text, got 7"), ({"permutation": 1.5}, "an integer")):
+        with pytest.raises(ValueError, match=message):
+            generate("digits", 1, **{"folder": str(tmp_path), **argument})
+    file = tmp_path / "images.gz"
+    write_idx(file, np.zeros((2, 3, 3), np.uint8))
+    for damaged, message in (
+        (file.read_bytes()[:-9], "images.gz: "),
+        (
+            gzip.compress(gzip.decompress(file.read_bytes())[:-1]),
+            r"expected 34 bytes for the sizes \[2, 3, 3\], got 33",
+        ),
+        (gzip.compress(b"\x80\x02}q."), "expected bytes in the format of MNIST"),
+        (b"", "images.gz: "),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=message):
+            read_idx(file)
 
 
 MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
@@ -132,9 +191,8 @@ MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
 @pytest.mark.skipif(not MNIST.is_dir(), reason="MNIST's test digits are not at ../shared/data/mnist")
 def test_real_digits():
-    images = np.frombuffer(gzip.open(MNIST / "t10k-images-idx3-ubyte.gz").read(), np.uint8, offset=16)
-    classes = np.frombuffer(gzip.open(MNIST / "t10k-labels-idx1-ubyte.gz").read(), np.uint8, offset=8)
-    made = digits(images.reshape(-1, 28, 28), classes)
+    images, classes = (read_idx(MNIST / f"t10k-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
+    made = digits(images, classes)
     assert made["input_features"].shape == (10_000, 784, 1) and made["input_features"].max() == 1
     assert np.bincount(made["labels"]).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 
@@ -240,7 +298,7 @@ def test_tones():
         (lambda: generate("associative_recall", 1, alpha=0), "alpha must be above 0, got 0"),
         (
             lambda: generate("listops", 1, shortest=18, longest=60, max_depth=3, max_arguments=3),
-            "shortest must be at most 17 for max_depth = 3, got 18",
+            "no expression has from shortest = 18 to longest = 60 tokens for max_depth = 3 and max_arguments = 3",
         ),
         (lambda: generate("listops", 1, longst=9), "listops has no argument 'longst'; .* is longest"),
         (lambda: generate("listops", 1, longest="long"), "longest must be an integer, got 'long'"),
@@ -256,7 +314,13 @@ def test_tones():
         (lambda: generate("induction_heads", 1, length=3), "length must be at least 4"),
         (lambda: generate("listops", 1, shortest=9, longest=8), "shortest must be between 4 and longest = 8, got 9"),
         (lambda: generate("listops", 1, max_depth=1), "max_depth and max_arguments must be at least 2"),
-        (lambda: generate("listops", 1, max_depth=2), "shortest must be at most 12 for max_depth = 2, got 500"),
+        (lambda: generate("listops", 1, max_depth=2), "shortest = 500 to longest = 2000 tokens for max_depth = 2"),
+        (lambda: generate("listops", 1, shortest=5, longest=6, max_arguments=2), "no expression has from shortest = 5"),
+        (lambda: generate("listops", 1, shortest=6, longest=6, max_arguments=3), "no expression has from shortest = 6"),
+        (
+            lambda: generate("listops", 1, shortest=100, longest=102, max_depth=3),
+            "none of 100,000 random expressions had from shortest = 100 to longest = 102 tokens; max_depth is 3",
+        ),
         (lambda: generate("pendulum", 1, steps=101), "steps must be between 1 and grid = 100, got 101"),
         (lambda: generate("pathfinder", 1, length=20), "length must be between 8 and size . 2 - 2 = 14, got 20"),
         (lambda: generate("pathfinder", 1, distractors=-1), "distractors must be at least 0, got -1"),

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import torch
+from mnist import write_digits
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -30,11 +31,19 @@ SMALL = {
 }
 
 
+@pytest.fixture
+def small(tmp_path):
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    write_digits(folder, "t10k", 500)
+    return SMALL | {"digits": {"folder": str(folder)}}
+
+
 @pytest.mark.parametrize("task", TRAINABLE)
-def test_a_model_learns(task):
+def test_a_model_learns(task, small):
     config = {"hidden_size": 24} | ({"state_size": 16, "num_blocks": 2} if task in SIGNAL_TASKS else {})
     training = TaskTraining(
-        task, SMALL[task], config=config, max_steps=40, batch_size=32, eval_examples=50, evaluations=2
+        task, small[task], config=config, max_steps=40, batch_size=32, eval_examples=50, evaluations=2
     )
     told = []
     result = train_task(training, progress=lambda *args: told.append(args))
