@@ -2,11 +2,20 @@
 
 import argparse
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
 
-from .parser import Parser, add_model_flags, add_output_folder, check_output_folder, load_model_and_tokenizer, number
+from .parser import (
+    CommandLineError,
+    Parser,
+    add_model_flags,
+    add_output_folder,
+    check_output_folder,
+    load_model_and_tokenizer,
+    number,
+)
 
 
 def _rows(text: str) -> int | str:
@@ -34,7 +43,8 @@ def _parser() -> Parser:
         usage="hf-recurrent evaluate lm --model DIR --tasks TASK[,TASK ...] [--flags]",
         description="""\
 Runs tasks of lm-eval (https://github.com/EleutherAI/lm-evaluation-harness). What several requests begin with, a
-few-shot prompt or the context of several choices, is read once; the results are those of lm-eval's own model "hf".""",
+few-shot prompt or the context of several choices, is read once; the results are those of lm-eval's own model "hf". It
+takes the last 2048 tokens of a longer text, as --max-length 2048 does here; without, all are read.""",
         epilog="""\
 The group longhorn_paper holds the eight tasks of the Longhorn paper, and perplexities of WikiText-2 and LAMBADA.
 With --output an interrupted evaluation is taken up again by the same command.
@@ -71,6 +81,11 @@ examples:
 
 def run(argv: list[str]) -> int:
     args = _parser().parse(argv)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise CommandLineError(
+            f"evaluate lm runs in one process, got {os.environ['WORLD_SIZE']} of a launcher; lm-eval's own command "
+            "line runs in several: python -m hf_recurrent.evaluation --model hf_recurrent"
+        )
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError:
@@ -92,7 +107,7 @@ def run(argv: list[str]) -> int:
     model, tokenizer = load_model_and_tokenizer(args)
     lm = RecurrentLM(model, tokenizer=tokenizer, batch_size=args.batch_size, max_length=args.max_length)
     try:
-        results = evaluate(lm, tasks, args.num_fewshot, args.limit, output, Path(args.model).name)
+        results = evaluate(lm, tasks, args.num_fewshot, args.limit, output, Path(args.model).resolve().name)
     except KeyboardInterrupt:
         if output is not None:
             print(f"What is done is kept in {output}; the same command goes on from there", file=sys.stderr)

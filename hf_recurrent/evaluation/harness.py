@@ -1,6 +1,7 @@
 """lm-eval's tasks with the models of this package: finding tasks, running them, and going on after an interruption."""
 
 import contextlib
+import glob
 import hashlib
 import itertools
 import json
@@ -13,11 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import datasets
-import jinja2
 import lm_eval
+import sqlitedict
 import torch
+import yaml
 from huggingface_hub import constants
 from lm_eval.api.group import Group
+from lm_eval.api.model import CacheHook
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
@@ -27,6 +30,11 @@ from ..files import write_whole
 from ..hub import access
 from ..messages import first_line, nearest
 from .lm import RecurrentLM
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 TASKS = Path(__file__).with_name("lm_tasks")  # those of this package
 FILE_FORMATS = ("json", "csv", "text", "parquet", "arrow")  # dataset paths that are no names on the Hub
@@ -53,34 +61,58 @@ def find_tasks(
             raise ValueError(f"--include-path {path}: no such folder")
     folders = [TASKS, *include_paths]
     manager = TaskManager(include_path=folders, include_defaults=False)
-    if None in _leaves(manager, names):
+    if any(config is None for _, config in _leaves(manager, names)):
         indexing()
         manager = TaskManager(include_path=folders)
-    for name in names:
-        if name not in manager.task_index:
-            raise ValueError(f"--tasks {name}: no such task{nearest(name, manager.all_tasks, 3)}")
+    for where, config in _leaves(manager, names):
+        if config is None:
+            name, known = where[-1], manager.all_tasks if len(where) == 1 else [*manager.task_index]
+            within = "".join(f"group {group}: " for group in where[:-1])
+            broken = "".join(f"; {file} cannot be read: {why}" for file, why in _broken(include_paths))
+            raise ValueError(f"--tasks {within}{name}: no such task{nearest(name, known, 3)}{broken}")
     return manager
 
 
-def _leaves(manager: TaskManager, names: Sequence[str | dict]) -> list[dict | None]:
-    """The configurations of the tasks that the names stand for, groups and tags taken apart; None for unknown ones."""
-    leaves: list[dict | None] = []
-    for name in names:
+def _broken(folders: Sequence[str]) -> list[tuple[Path, str]]:
+    """The task files that are no YAML, with the reasons: lm-eval passes over them."""
+    found = []
+    for file in sorted(file for folder in folders for file in Path(folder).rglob("*.yaml")):
+        try:
+            yaml.compose(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+            found.append((file, first_line(error)))
+    return found
+
+
+def _leaves(
+    manager: TaskManager, names: Sequence[str | dict], within: tuple[str, ...] = ()
+) -> list[tuple[tuple[str, ...], dict | None]]:
+    """
+    What the names stand for, groups and tags taken apart: for each task the groups around it and its name, and its
+    configuration, None where there is no such task.
+
+    Raises:
+        ValueError: a group that contains itself.
+    """
+    leaves: list[tuple[tuple[str, ...], dict | None]] = []
+    for name in [names] if isinstance(names, str) else names:
         if isinstance(name, dict):  # written out in a group; what it has not is in the task of that name
             inner = name.get("task")
             name = inner if "group" not in name and isinstance(inner, str) else name
             if isinstance(name, dict):
-                leaves += _leaves(manager, inner or [])
+                leaves += _leaves(manager, inner or [], within)
                 continue
-        entry = manager.task_index.get(name)
+        if name in within:
+            raise ValueError(f"--tasks {within[0]}: the group {name} contains itself")
+        entry, here = manager.task_index.get(name), (*within, name)
         if entry is None:
-            leaves.append(None)
+            leaves.append((here, None))
         elif entry.cfg is None:
-            leaves += _leaves(manager, sorted(entry.tags))
+            leaves += _leaves(manager, sorted(entry.tags), here)
         elif "group" in entry.cfg:
-            leaves += _leaves(manager, entry.cfg["task"])
+            leaves += _leaves(manager, entry.cfg["task"], here)
         else:
-            leaves.append(entry.cfg)
+            leaves.append((here, entry.cfg))
     return leaves
 
 
@@ -90,7 +122,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Task | Group]
     Raises:
         ValueError: their data is not there: which files were looked for; a task file that lm-eval cannot use.
     """
-    paths = [str((config or {}).get("dataset_path", "json")) for config in _leaves(manager, names)]
+    paths = [str((config or {}).get("dataset_path", "json")) for _, config in _leaves(manager, names)]
     if any(path not in FILE_FORMATS and not Path(path).exists() for path in paths):
         access.why_unreachable()
     try:
@@ -115,13 +147,20 @@ def _why_not_loaded(error: Exception) -> str:
     files = (config.dataset_kwargs or {}).get("data_files") or {}
     files = files.values() if isinstance(files, dict) else [files]
     files = [name for part in files for name in ([part] if isinstance(part, str) else part)]
-    missing = [name for name in files if "://" not in name and "*" not in name and not Path(name).exists()]
+    if os.path.isabs(path) or path.startswith("."):
+        files = [path, *files]
+    missing = [
+        name for name in files if "://" not in name and not (Path(name).exists() or glob.glob(name, recursive=True))
+    ]
     if missing:
         return f"{what}: its data is not there: looked for {', '.join(missing)}"
     if all(frame.f_code.co_name != "download" for frame in frames):
         return f"{what}: lm-eval cannot use its file: {_said(error)}"
     if files or path in FILE_FORMATS or Path(path).exists():
-        return f"{what}: its data cannot be loaded: {_said(error)}"
+        said = (
+            "there is nothing in it" if isinstance(error, StopIteration) else access.reason(error, path) or _said(error)
+        )
+        return f"{what}: its data{''.join(f' {name}' for name in files)} cannot be loaded: {said}"
     looked = (
         Path(datasets.config.HF_DATASETS_CACHE, path.replace("/", "___")),
         Path(constants.HF_HUB_CACHE, f"datasets--{path.replace('/', '--')}"),
@@ -154,7 +193,7 @@ def _check_choices(tasks: Sequence[Task | Group], limit: float | None) -> None:
                 choices = task.doc_to_choice(document)
             except Exception as error:  # whatever a template or a function raises
                 raise ValueError(f"{where}: its choices cannot be told: {_said(error)}") from error
-            if "" in choices:
+            if isinstance(choices, (list, tuple)) and "" in choices:
                 raise ValueError(f"{where}: choice {choices.index('')} is empty, there is nothing to predict")
 
 
@@ -197,9 +236,42 @@ def evaluate(
         lm-eval's results, with `name` as results["config"]["model"].
 
     Raises:
-        ValueError: what lm-eval or the model refuses; what an interrupted run has kept cannot be read.
+        ValueError: what lm-eval or the model refuses; what an interrupted run has kept cannot be read; another
+            evaluation writes to `output`.
     """
     _check_choices(tasks, limit)
+    with contextlib.nullcontext() if output is None else _alone_in(output):
+        return _evaluate(lm, tasks, num_fewshot, limit, output, name)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path):
+    """Two evaluations in one folder would take away each other's files. A lock ends with its process."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"{folder}: another evaluation is writing there; wait for it or take another folder") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _evaluate(
+    lm: RecurrentLM,
+    tasks: Sequence[Task | Group],
+    num_fewshot: int | None,
+    limit: float | None,
+    output: Path | None,
+    name: str | None,
+) -> dict:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # a fork of a process with threads may hang
     cache = None if output is None else str(output / f".lm-eval-{fingerprint(lm)}")
     if cache is not None:
@@ -217,12 +289,15 @@ def evaluate(
             shots = "num_fewshot of its file" if num_fewshot is None else f"--num-fewshot {num_fewshot}"
             raise ValueError(f"{shots}: a task has fewer examples to choose from") from error
         raise
-    # What task files make of documents, in templates and functions.
-    except (AssertionError, LookupError, TypeError, ArithmeticError, SyntaxError, jinja2.TemplateError) as error:
+    except Exception as error:  # what task files make of documents, in templates, functions and filters
+        of_model = any(frame.f_locals.get("self") is lm for frame, _ in traceback.walk_tb(error.__traceback__))
+        if of_model and not isinstance(error, (AssertionError, LookupError, TypeError, ArithmeticError)):
+            raise
         raise ValueError(f"lm-eval: {_said(error)}") from error
     finally:
         if lm.cache_hook.dbdict is not None:
             lm.cache_hook.dbdict.close()  # waits until everything is written
+            lm.set_cache_hook(CacheHook(None))
     results["config"]["model"] = name or lm.config.name_or_path
     results["hf_recurrent_version"] = __version__
     if output is not None:
@@ -238,7 +313,10 @@ def _check_kept(file: Path) -> None:
     try:
         with contextlib.closing(sqlite3.connect(file)) as database:
             (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
-    except sqlite3.DatabaseError as error:
+            if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'unnamed'").fetchone():
+                for _, value in database.execute("SELECT key, value FROM unnamed"):
+                    sqlitedict.decode(value)  # as lm-eval does
+    except Exception as error:  # pickle raises of all kinds
         state = first_line(error)
     if state != "ok":
         raise ValueError(f"{file}: what an interrupted evaluation has kept cannot be read ({state}): remove it")

@@ -112,14 +112,14 @@ class RecurrentLM(HFLM):
         """As in lm-eval.
 
         Raises:
-            ValueError: an empty continuation, whose task and document are named.
+            ValueError: a continuation that is empty, has no token of its own, or more than `max_length`; its task and
+                document are named.
         """
         if self.enable_thinking:
             return super().loglikelihood(requests, disable_tqdm=disable_tqdm)  # which refuses
         for request in requests:
             if request.args[1] == "":
-                where = f"document {request.doc_id} of task {request.task_name}"
-                raise ValueError(f"{where}: choice {request.idx} is empty, there is nothing to predict")
+                raise ValueError(f"{_where(request)}: choice {request.idx} is empty, there is nothing to predict")
         pairs, encoded = [request.args for request in requests], []
         with self._bar(len(pairs), "Tokenizing", disable_tqdm) as bar:
             for first in range(0, len(pairs), TOKENIZED_AHEAD):
@@ -128,12 +128,19 @@ class RecurrentLM(HFLM):
                 encoded += [(pair, *self._encoded(*pair)) for pair in block]
                 bar.update(len(block))
         self._encodings = {}
+        for request, ((context, text), _, continuation) in zip(requests, encoded, strict=True):
+            if not continuation:
+                after = f"the continuation {text!r} has no token of its own after ...{context[-40:]!r}"
+                raise ValueError(f"{_where(request)}: {after}: there is nothing to predict")
+            if len(continuation) > self.max_length:
+                size = f"{len(continuation)} tokens, max_length is {self.max_length}"
+                raise ValueError(f"{_where(request)}: a continuation has {size}")
         return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        pairs = [self._fitting(*request) for request in requests]
+        pairs = [self._fitting(context, continuation) for _, context, continuation in requests]
         with self._bar(len(requests), "Reading continuations", disable_tqdm) as bar:
 
             def finished(number: int, log_likelihood: float, is_greedy: bool) -> None:
@@ -143,28 +150,18 @@ class RecurrentLM(HFLM):
 
             return score(self._reader, pairs, override_bs or self._rows, self.softmax_dtype, finished)
 
-    def _fitting(self, strings: tuple[str, str], context: list[int], continuation: list[int]) -> tuple:
+    def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """The tokens of a context and its continuation that are read: all, or the last `max_length` of them."""
-        if not continuation:
-            raise ValueError(
-                f"the continuation {strings[1]!r} has no token of its own after ...{strings[0][-40:]!r}: there is "
-                "nothing to predict"
-            )
-        if len(continuation) > self.max_length:
-            raise ValueError(f"a continuation has {len(continuation)} tokens, max_length is {self.max_length}")
         # A context of spaces alone: they have gone over to the continuation.
         context = context or [self.prefix_token_id]
         return context[-(self.max_length + 1 - len(continuation)) :], continuation
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """As in lm-eval; without `max_length`, each token of a text sees all of those before it."""
-        texts = [self.tok_encode(request.args[0]) for request in requests]
-        windows, remaining = [], []
-        for tokens in texts:
-            length = min(self.max_length, len(tokens) + 1)
-            pairs = utils.get_rolling_token_windows(tokens, self.prefix_token_id, length, context_len=1)
-            windows.append([utils.make_disjoint_window(pair) for pair in pairs])
-            remaining.append(len(windows[-1]))
+        # As numbers of four bytes each: a list of a long text has ten times that.
+        texts = [np.array(self.tok_encode(request.args[0]), np.int32) for request in requests]
+        windows = [self._windows(tokens) for tokens in texts]
+        remaining = [len(of_text) for of_text in windows]
         owners = [number for number, of_text in enumerate(windows) for _ in of_text]
         results = [0.0] * len(texts)
         with self._bar(len(owners), "Reading texts", disable_tqdm) as bar:
@@ -181,8 +178,22 @@ class RecurrentLM(HFLM):
             score(self._reader, pairs, self._rows, self.softmax_dtype, finished)
         return results
 
+    def _windows(self, tokens: np.ndarray) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """A text's tokens as contexts and continuations, of `max_length` tokens that are read at most."""
+        if len(tokens) <= self.max_length:
+            return [([self.prefix_token_id], tokens)] if len(tokens) else []
+        pairs = utils.get_rolling_token_windows(tokens.tolist(), self.prefix_token_id, self.max_length, context_len=1)
+        return [utils.make_disjoint_window(pair) for pair in pairs]
+
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """As in lm-eval."""
+        """As in lm-eval.
+
+        Raises:
+            ValueError: a prompt without a token, whose task and document are named.
+        """
+        for request in requests:
+            if not request.args[0] and not self.tok_encode(""):
+                raise ValueError(f"{_where(request)}: its prompt is empty, there is nothing to go on from")
         self._prefixes = self._shared_prefixes([request.args[0] for request in requests])
         try:
             return super().generate_until(requests, disable_tqdm=disable_tqdm)
@@ -235,6 +246,10 @@ class RecurrentLM(HFLM):
 
     def _bar(self, total: int, what: str, disable: bool) -> tqdm:
         return tqdm(total=total, desc=what, disable=disable or self.rank != 0 or None)
+
+
+def _where(request: Instance) -> str:
+    return f"document {request.doc_id} of task {request.task_name}"
 
 
 def _below(root: Segment) -> list[Segment]:

@@ -40,39 +40,39 @@ class Reader:
 
     @torch.no_grad()
     def read(
-        self, segments: Sequence[Segment], wanted: np.ndarray | None = None, use: Callable[[int, Tensor], None] = None
+        self,
+        segments: Sequence[Segment],
+        wanted: Callable[[int, int], np.ndarray] | None = None,
+        use: Callable[[Tensor], None] = None,
     ) -> RecurrentCache:
         """
         Args:
             segments: their parents have been read.
-            wanted: (segments, length of the longest) bool, where the logits are wanted; nowhere by default.
-            use: is called for each piece of the length with its first column, and the logits (n, vocab_size) of the
-                places in it that are wanted, row by row.
+            wanted: is asked for each piece of the length, of the columns from one number to before another: (segments,
+                columns) bool, where the logits are wanted; nowhere by default.
+            use: is then given the logits (n, vocab_size) of these places, row by row, if there are any.
 
         Returns:
             The states after the segments, a row for each.
         """
         device, longest = self.model.device, max(map(len, segments))
-        ids = np.zeros((len(segments), longest), np.int64)
-        mask = np.zeros((len(segments), longest), bool)
-        for row, segment in enumerate(segments):
-            ids[row, : len(segment)], mask[row, : len(segment)] = segment.own_tokens, True
-        wanted = np.zeros_like(mask) if wanted is None else wanted
-        ids, mask, keep = (torch.from_numpy(array).to(device) for array in (ids, mask, wanted))
         cache = self.gather([segment.parent.state for segment in segments])
-        width = self.width(len(segments))
+        width = min(longest, self.width(len(segments)))
         for first in range(0, longest, width):
-            piece = slice(first, first + width)
+            last = min(first + width, longest)
+            ids = np.zeros((len(segments), last - first), np.int64)
+            mask = np.zeros(ids.shape, bool)
+            for row, segment in enumerate(segments):
+                tokens = segment.own_tokens[first:last]
+                ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, True
+            keep = np.zeros(ids.shape, bool) if wanted is None else wanted(first, last)
+            ids, mask, keep = (torch.from_numpy(array).to(device) for array in (ids, mask, keep))
             with self.autocast():
                 logits = self.model(
-                    ids[:, piece],
-                    attention_mask=mask[:, piece],
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=keep[:, piece],
+                    ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=keep
                 ).logits
             if len(logits):
-                use(first, logits)
+                use(logits)
         self._keep_states(segments, cache)
         return cache
 
@@ -148,7 +148,7 @@ def score(
             if len(tokens) == 0:
                 raise ValueError(f"the {name} of request {index} has no tokens")
     # The last token is predicted, and not read.
-    texts = [np.array([*context, *continuation], np.int32) for context, continuation in requests]
+    texts = [np.concatenate([np.asarray(part, np.int32) for part in request]) for request in requests]
     vocab_size = reader.model.config.vocab_size
     for index, text in enumerate(texts):
         if text.min() < 0 or text.max() >= vocab_size:
@@ -161,26 +161,35 @@ def score(
 
     def read(batch: list[Segment]) -> None:
         places = [(row, *run) for row, segment in enumerate(batch) for run in runs.pop(segment, [])]
-        sizes = [len(tokens) for *_, tokens in places]
-        rows, numbers = (np.repeat([place[kind] for place in places], sizes).astype(int) for kind in range(2))
-        columns = np.concatenate([np.arange(column, column + len(tokens)) for _, _, column, tokens in places] or [[]])
-        columns, tokens = columns.astype(int), np.concatenate([place[3] for place in places] or [[]]).astype(int)
-        wanted = np.zeros((len(batch), max(map(len, batch))), bool)
-        wanted[rows, columns] = True
+        numbers, index, expected = (np.zeros(0, int) for _ in range(3))  # of what is predicted in the piece
 
-        def use(first: int, logits: Tensor) -> None:
-            piece = wanted[:, first : first + reader.width(len(batch))]
-            here = (columns >= first) & (columns < first + piece.shape[1])
-            index = (piece.cumsum() - 1).reshape(piece.shape)[rows[here], columns[here] - first]
-            index, expected = (torch.from_numpy(array).to(logits.device) for array in (index, tokens[here]))
+        def wanted(first: int, last: int) -> np.ndarray:
+            nonlocal numbers, index, expected
+            # The part of each run that lies in these columns.
+            cuts = [(max(first - column, 0), min(last - column, len(tokens))) for _, _, column, tokens in places]
+            parts = [(*place, *cut) for place, cut in zip(places, cuts, strict=True) if cut[0] < cut[1]]
+            rows, numbers = (
+                np.repeat([part[kind] for part in parts], [part[5] - part[4] for part in parts]).astype(int)
+                for kind in range(2)
+            )
+            columns = [np.arange(column + begin, column + end) for _, _, column, _, begin, end in parts]
+            columns = np.concatenate(columns or [[]]).astype(int) - first
+            expected = np.concatenate([tokens[begin:end] for *_, tokens, begin, end in parts] or [[]]).astype(int)
+            keep = np.zeros((len(batch), last - first), bool)
+            keep[rows, columns] = True
+            index = (keep.cumsum() - 1).reshape(keep.shape)[rows, columns]
+            return keep
+
+        def use(logits: Tensor) -> None:
+            place, token = (torch.from_numpy(array).to(logits.device) for array in (index, expected))
             log_probs = F.log_softmax(logits, dim=-1, dtype=softmax_dtype)
-            values, best = log_probs[index, expected].double(), log_probs.argmax(dim=-1)[index] == expected
-            np.add.at(sums, numbers[here], values.cpu().numpy())
-            np.logical_and.at(greedy, numbers[here], best.cpu().numpy())
+            values, best = log_probs[place, token].double(), log_probs.argmax(dim=-1)[place] == token
+            np.add.at(sums, numbers, values.cpu().numpy())
+            np.logical_and.at(greedy, numbers, best.cpu().numpy())
 
         reader.read(batch, wanted, use)
-        for number, size in zip((place[1] for place in places), sizes, strict=True):
-            missing[number] -= size
+        for _, number, _, tokens in places:
+            missing[number] -= len(tokens)
             if missing[number] == 0:
                 finished(number, float(sums[number]), bool(greedy[number]))
 

@@ -231,9 +231,15 @@ def _results(settings: dict, metrics: dict, task: str | None, on_hub: str | None
 def _evaluation(settings: dict, metrics: dict, evaluated: list[EvalResult]) -> str | None:
     parts = [_validation(settings, metrics)] if metrics else []
     if evaluated:
-        rows = [f"| {one.dataset_name} | {one.metric_name} | {one.metric_value:.4f} |" for one in evaluated]
+        rows = [
+            f"| {_cell(one.dataset_name)} | {_cell(one.metric_name)} | {one.metric_value:.4f} |" for one in evaluated
+        ]
         parts.append(f"By {evaluated[0].source_name}:\n\n| task | metric | |\n|---|---|---|\n" + "\n".join(rows))
     return "## Evaluation\n\n" + "\n\n".join(parts) if parts else None
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"([\\|<])", r"\\\1", text)
 
 
 def _validation(settings: dict, metrics: dict) -> str:

@@ -1,8 +1,11 @@
 """`hf-recurrent evaluate lm` on real tasks: BLiMP from local files, as pairs and as questions with letters."""
 
+import contextlib
+import fcntl
 import importlib.util
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -182,9 +185,78 @@ def test_no_results_are_lost(folder, tmp_path, capsys):
     assert run(folder, own, "--tasks", "questions", "--output", str(out), "--overwrite", "--batch-size", "1") == 2
     expected = f"{kept}: what an interrupted evaluation has kept cannot be read (file is not a database): remove it"
     assert expected in capsys.readouterr().err
+    for table, row in (("unnamed (key TEXT, value BLOB)", ("a", b"\x80\x04cut")), ("unnamed (other TEXT)", ("a",))):
+        kept.unlink()
+        with contextlib.closing(sqlite3.connect(kept)) as database, database:
+            database.execute(f"CREATE TABLE {table}")
+            database.execute(f"INSERT INTO unnamed VALUES ({', '.join('?' * len(row))})", row)
+        assert run(folder, own, "--tasks", "questions", "--output", str(out), "--overwrite", "--batch-size", "1") == 2
+        assert f"{kept}: what an interrupted evaluation has kept cannot be read (" in capsys.readouterr().err
+    kept.unlink()
     (tmp_path / "file").write_text("")
     assert run(folder, own, "--tasks", "questions", "--output", str(tmp_path / "file")) == 2
     assert f"--output {tmp_path / 'file'}: cannot be made (File exists)" in capsys.readouterr().err
+
+
+def test_one_evaluation_at_a_time_in_a_folder(folder, tmp_path, capsys):
+    own = write_tasks(tmp_path / "own", questions(tmp_path))
+    out = tmp_path / "out"
+    out.mkdir()
+    descriptor = os.open(out, os.O_RDONLY)  # as another process does
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert run(folder, own, "--tasks", "questions", "--output", str(out)) == 2
+    assert f"error: {out}: another evaluation is writing there; wait" in capsys.readouterr().err
+    os.close(descriptor)
+    assert run(folder, own, "--tasks", "questions", "--output", str(out)) == 0
+
+
+def test_one_model_evaluated_twice(folder, tmp_path):
+    own = write_tasks(tmp_path / "own", questions(tmp_path))
+    model = hf_recurrent.LonghornForCausalLM.from_pretrained(folder).eval()
+    lm = RecurrentLM(model, tokenizer=byte_tokenizer())
+    results = []
+    for output in (tmp_path, None, tmp_path):
+        tasks = harness.load_tasks(harness.find_tasks(["questions"], [str(own)]), ["questions"])
+        results.append(harness.evaluate(lm, tasks, output=output)["results"])
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_launcher_of_several_processes_is_refused(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(folder, tmp_path, "--tasks", "questions") == 2
+    assert "evaluate lm runs in one process, got 2 of a launcher" in capsys.readouterr().err
+
+
+def test_groups_and_files_that_name_what_is_not_there(folder, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"q": ')
+
+    def data(files):
+        return {"data_files": str(files)}
+
+    own = write_tasks(
+        tmp_path / "own",
+        questions(tmp_path),
+        questions(tmp_path, task="pattern", dataset_kwargs=data(tmp_path / "no*.jsonl")),
+        questions(tmp_path, task="empty", dataset_kwargs=data(tmp_path / "empty.jsonl")),
+        questions(tmp_path, task="bad", dataset_kwargs=data(tmp_path / "bad.jsonl")),
+        questions(tmp_path, task="local", dataset_path=str(tmp_path / "nowhere"), dataset_kwargs={}),
+    )
+    for name, members in (("group", ["question"]), ("circle", ["questions", "circle"])):
+        (own / f"{name}.yaml").write_text(yaml.safe_dump({"group": name, "task": members}))
+    (own / "broken.yaml").write_text("task: broken\ndataset_path: [")
+    for name, message in (
+        ("group", "--tasks group group: question: no such task; the nearest valid ones are questions"),
+        ("circle", "--tasks circle: the group circle contains itself"),
+        ("broken", f"{own / 'broken.yaml'} cannot be read: "),
+        ("pattern", f"task pattern: its data is not there: looked for {tmp_path / 'no*.jsonl'}"),
+        ("empty", f"task empty: its data {tmp_path / 'empty.jsonl'} cannot be loaded: there is nothing in it"),
+        ("bad", f"task bad: its data {tmp_path / 'bad.jsonl'} cannot be loaded: "),
+        ("local", f"task local: its data is not there: looked for {tmp_path / 'nowhere'}"),
+    ):
+        assert run(folder, own, "--tasks", name) == 2
+        said = capsys.readouterr().err
+        assert message in said and "Traceback" not in said and "An error occurred while" not in said
 
 
 def test_task_files_that_cannot_be_used(folder, tmp_path, capsys):
@@ -195,8 +267,12 @@ def test_task_files_that_cannot_be_used(folder, tmp_path, capsys):
         questions(tmp_path, task="metric", metric_list=[{"metric": "accc"}]),
         questions(tmp_path, task="zero", num_fewshot=0),
         questions(tmp_path, task="some"),
-    )
+        questions(tmp_path, task="filter", output_type="generate_until", generation_kwargs={"max_gen_toks": 1},
+                  metric_list=[{"metric": "exact_match"}], filter_list=[
+                      {"name": "f", "filter": [{"function": "regex", "regex_pattern": "(("}]}]),
+    )  # fmt: skip
     for flags, message in (
+        (["filter"], "lm-eval: error: missing ), unterminated subpattern at position 1"),
         (["none"], "document 0 of task none: its choices cannot be told: TypeError"),
         (["field"], "task field: lm-eval cannot use its file: UndefinedError: 'who' is undefined"),
         (["metric"], "task metric: lm-eval cannot use its file: KeyError: None"),
