@@ -16,6 +16,7 @@ OMITTED = {
     ("RecurrentConfig", "register_for_auto_class"),
     ("RecurrentConfig", "to_dict"),
     ("RecurrentPreTrainedModel", "register_for_auto_class"),
+    ("RecurrentPreTrainedModel", "save_pretrained"),
     ("RecurrentPreTrainedModel", "push_to_hub"),
 }
 GENERATED = """

@@ -5,6 +5,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -225,6 +226,17 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Nothing. Transformers calls it where a repository's `trust_remote_code` has led here, and would then copy the
         source of the installed class into every folder that its models are saved to."""
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **options) -> None:
+        """As in Transformers; and the module by which `trust_remote_code=True` loads the model from the folder, also
+        where nobody has imported this package."""
+        super().save_pretrained(save_directory, is_main_process, *args, **options)
+        from ..hub.code import write_code
+        from . import FAMILIES
+
+        folder = Path(save_directory)
+        if is_main_process and type(self.config) in FAMILIES and (folder / "config.json").is_file():
+            write_code(folder, type(self.config))
 
     def push_to_hub(self, repo_id: str, **options) -> str:
         """Push the model, with a model card and the code to load it, to the Hub: `hf_recurrent.hub.push.push_model`."""

@@ -12,14 +12,13 @@ import torch
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from ..files import write_whole
-from ..hub.code import write_code
 from ..malloc import keep_freed_memory
 from ..measure import machine
 from ..training.signals import interrupts
 from . import TASKS, generate
 from .checkpoints import TaskFolder, Trained, load, save, settings_text
 from .measures import answers, at_half_rate, measure, tensors
-from .settings import PEERS, TaskTraining
+from .settings import TaskTraining
 
 RESULT = "task.json"
 
@@ -193,8 +192,6 @@ def _publish(folder: TaskFolder, training: TaskTraining, model: PreTrainedModel,
     """Put the model into its folder, and `result`; without one, no earlier result stays beside another model."""
     with folder.publish() as temporary:
         model.eval().save_pretrained(temporary)
-        if training.model_type not in PEERS:
-            write_code(temporary, type(model.config))
         if result is not None:
             (temporary / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if result is None:

@@ -19,10 +19,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from ..files import write_whole
-from ..hub.code import write_code
 from ..malloc import keep_freed_memory
 from ..messages import counted
-from ..modeling.configuration import RecurrentConfig
 from ..modeling.model import IGNORED
 from ..parallel import part
 from . import checkpoints, costs, distributed
@@ -593,8 +591,6 @@ class Run:
             model = self.accelerator.unwrap_model(self.model)
             with self.folder.publish() as temporary:
                 model.save_pretrained(temporary, state_dict=state_dict)
-                if isinstance(model.config, RecurrentConfig):  # not one that is compared with them
-                    write_code(temporary, type(model.config))
                 self.tokenizer.save_pretrained(temporary)
             self.folder.kept()
         self.accelerator.wait_for_everyone()

@@ -39,6 +39,24 @@ def test_trained_weights_survive_every_way_of_loading(config, tmp_path):
 
 
 @each_family
+def test_what_is_saved_names_the_package_that_loads_it(config, tmp_path):
+    """For trust_remote_code=True where nobody has imported the package."""
+    model = causal_lm(config, torch.float32)
+    model.save_pretrained(tmp_path)
+    kind, name = type(model).__name__, f"modeling_{config.model_type}"
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoModelForCausalLM"] == f"{name}.{kind}"
+    code = {}
+    exec(compile((tmp_path / f"{name}.py").read_text(), name, "exec"), code)
+    assert code[kind] is type(model)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "config.json").read_text()
+    model.save_pretrained(tmp_path / "not main", is_main_process=False)
+    assert not list(tmp_path.glob("not main/*.py"))
+
+
+@each_family
 def test_sharded_checkpoints(config, tmp_path):
     model = causal_lm(config, torch.float32)
     model.save_pretrained(tmp_path, max_shard_size="4KB")
