@@ -53,12 +53,12 @@ examples:
   hf-recurrent evaluate lm --model runs/books --tasks piqa,hellaswag --batch-size 64 --output runs/books-lm
   hf-recurrent evaluate lm --model runs/books --tasks longhorn_paper
   hf-recurrent evaluate lm --model runs/books --tasks mmlu --num-fewshot 5 --limit 100
-  hf-recurrent evaluate lm --model runs/books --tasks my_task --include-path my_tasks
+  hf-recurrent evaluate lm --model runs/books --tasks "my_task,other_*" --include-path my_tasks
 """,
     )
     add = parser.add_argument
     add_model_flags(parser, "compute")
-    add("--tasks", required=True, metavar="TASK[,TASK ...]", help="names of tasks, groups or tags, separated by commas")
+    add("--tasks", required=True, metavar="TASK[,TASK ...]", help="names of tasks, groups or tags, also with * and ?")
     add("--num-fewshot", type=number(int, 0), metavar="N", help="examples before each question (default: the task's)")
     add(
         "--limit",

@@ -29,7 +29,7 @@ from .. import __version__
 from ..files import write_whole
 from ..hub import access
 from ..messages import first_line, nearest
-from .lm import RecurrentLM
+from .lm import NO_LIMIT, RecurrentLM
 
 try:
     import fcntl
@@ -46,7 +46,7 @@ def find_tasks(
 ) -> TaskManager:
     """
     Args:
-        names: of tasks, groups or tags.
+        names: of tasks, groups or tags, or patterns of such names with * and ?.
         include_paths: folders of task files; like every task file of lm-eval, they may name Python functions to run.
         indexing: is called before all tasks of lm-eval are read, which takes seconds. It is not done where the names
             and what they consist of are all in `include_paths` and this package.
@@ -73,6 +73,12 @@ def find_tasks(
     return manager
 
 
+def _matching(manager: TaskManager, name: str) -> list[str]:
+    """What a pattern stands for, or the name itself."""
+    found = manager.match_tasks([name]) if name not in manager.task_index and set(name) & set("*?") else []
+    return found or [name]
+
+
 def _broken(folders: Sequence[str]) -> list[tuple[Path, str]]:
     """The task files that are no YAML, with the reasons: lm-eval passes over them."""
     found = []
@@ -95,7 +101,10 @@ def _leaves(
         ValueError: a group that contains itself.
     """
     leaves: list[tuple[tuple[str, ...], dict | None]] = []
-    for name in [names] if isinstance(names, str) else names:
+    names = [names] if isinstance(names, str) else names
+    if not within:
+        names = [match for name in names for match in _matching(manager, name)]
+    for name in names:
         if isinstance(name, dict):  # written out in a group; what it has not is in the task of that name
             inner = name.get("task")
             name = inner if "group" not in name and isinstance(inner, str) else name
@@ -126,7 +135,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Task | Group]
     if any(path not in FILE_FORMATS and not Path(path).exists() for path in paths):
         access.why_unreachable()
     try:
-        loaded = manager.load(list(names))
+        loaded = manager.load(list(dict.fromkeys(match for name in names for match in _matching(manager, name))))
     except Exception as error:  # datasets, the Hub and lm-eval raise their own
         raise ValueError(_why_not_loaded(error)) from error
     groups, members = loaded.get("groups", {}), set()
@@ -300,6 +309,8 @@ def _evaluate(
             lm.set_cache_hook(CacheHook(None))
     results["config"]["model"] = name or lm.config.name_or_path
     results["hf_recurrent_version"] = __version__
+    if lm.max_length == NO_LIMIT:
+        results["max_length"] = None
     if output is not None:
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
         write_whole(output / "lm-eval.json", text + "\n")

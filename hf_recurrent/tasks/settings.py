@@ -46,7 +46,8 @@ class TaskTraining:
         eval_examples: of the validation split, on which `metric` is measured, `evaluations` times in equal steps.
         seed: of the weights and the examples.
         start_from: a folder with the model of an earlier run, of the same family and sizes, whose weights this one
-            starts from, with a new optimiser: for a curriculum, from short examples to long ones.
+            starts from, with a new optimiser: for a curriculum, from short examples to long ones. With that run's seed
+            and sizes it would see that run's examples again.
     """
 
     task: str
@@ -73,6 +74,9 @@ class TaskTraining:
         configs = families() | (PEERS if self.task in TOKEN_TASKS else {})
         if signal and self.model_type != "s5":
             raise ValueError(f"--model-type {self.model_type}: {self.task} is read as numbers, which s5 alone takes")
+        if self.model_type in PEERS.keys() - configs.keys():
+            only = f"is compared on {', '.join(TOKEN_TASKS)} only, got {self.task}"
+            raise ValueError(f"--model-type {self.model_type}: {only}")
         if self.model_type not in configs:
             raise ValueError(f"--model-type {self.model_type}: no such family{nearest(self.model_type, configs)}")
         generate(self.task, 1, **self.sizes)  # what does not fit is refused before any work

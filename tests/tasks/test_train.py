@@ -252,7 +252,7 @@ def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
         (["--task", "pendulum", "--model-type", "mingru"], "--model-type mingru: pendulum is read as numbers"),
         (["--task", "pendulum", "--config-overrides", "input_size=3"], "input_size is not a field"),
         (["--task", "tones", "--task-args", "rate=3000"], "rate / decimation must be at least 2400"),
-        (["--task", "listops", "--model-type", "mamba"], "--model-type mamba: no such family"),
+        (["--task", "listops", "--model-type", "mamba"], "--model-type mamba: is compared on selective_copying, "),
         (["--task", "memory_horizon", "--model-type", "mambo"], "no such family; the nearest valid one is mamba"),
         (["--task", "listops", "--task-args", "depth=3"], "listops has no argument 'depth'"),
         (["--task", "listops", "--task-args", "shortest"], "--task-args: expected key=value"),
