@@ -32,15 +32,21 @@ def measured(results: dict, task: str, metric: str) -> float | None:
     return None
 
 
-def paper_table(results: dict) -> str:
-    """One row of the Longhorn paper's table, in Markdown: accuracies in per cent, their mean where all were measured,
-    and perplexities. What was not measured is a dash."""
+def paper_cells(results: dict) -> tuple[list[str], list[str]]:
+    """The titles of the Longhorn paper's table and one row of it: accuracies in per cent, their mean where all were
+    measured, and perplexities. What was not measured is a dash."""
     accuracies = [measured(results, task, metric) for _, task, metric in PAPER_TASKS]
     mean = None if None in accuracies else sum(accuracies) / len(accuracies)
     values = [None if value is None else 100 * value for value in (*accuracies, mean)]
     values += [measured(results, task, metric) for _, task, metric in PERPLEXITIES]
     titles = ["Model", *(title for title, *_ in PAPER_TASKS), "Avg.", *(title for title, *_ in PERPLEXITIES)]
     cells = [str(results["config"]["model"]), *("–" if value is None else f"{value:.2f}" for value in values)]
+    return titles, cells
+
+
+def paper_table(results: dict) -> str:
+    """What `paper_cells` gives, in Markdown."""
+    titles, cells = paper_cells(results)
     return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), cells))
 
 

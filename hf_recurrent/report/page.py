@@ -4,12 +4,14 @@ run says of itself is taken for markup."""
 import base64
 import html
 import io
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
-from ..files import replacing_folder, write_whole
+from ..files import replacing, replacing_folder, sync, write_whole
 
 FORMATS = (".html", ".md")
 STYLE = """\
@@ -70,12 +72,18 @@ def write_page(sections: list[Section], output: Path) -> None:
         return
     folder = output.with_name(f"{output.stem}-pictures")
     check_pictures(folder)
-    pictures = [part for section in sections for part in section.parts if isinstance(part, Picture)]
-    if pictures:
-        with replacing_folder(folder) as temporary:
-            for picture in pictures:
-                (temporary / f"{picture.name}.png").write_bytes(png(picture))
-    write_whole(output, _markdown(sections, folder.name))
+    drawn = {
+        f"{part.name}.png": png(part) for section in sections for part in section.parts if isinstance(part, Picture)
+    }
+    with replacing(output) as page:
+        page.write_text(_markdown(sections, folder.name), encoding="utf-8")
+        sync(page)
+        # Both are whole on the disk before either takes its name. What remains is the moment between the two: a page
+        # that cannot be renamed then, or a crash, leaves the earlier page with the new pictures.
+        if drawn:
+            with replacing_folder(folder) as temporary:
+                for name, data in drawn.items():
+                    (temporary / name).write_bytes(data)
 
 
 def check_pictures(folder: Path) -> None:
@@ -136,7 +144,8 @@ def _markdown(sections: list[Section], folder: str) -> str:
                 # A line of dots or dashes cannot close the block: what is in it is indented.
                 blocks.append("\n".join(f"    {' '.join(line.split())}" for line in part.lines))
             elif isinstance(part, Picture):
-                blocks.append(f"![{plain(part.title)}]({folder}/{part.name}.png)")
+                # A name with spaces, parentheses or a colon would not be read as a link's address.
+                blocks.append(f"![{plain(part.title)}]({quote(os.fsencode(f'{folder}/{part.name}.png'))})")
             else:
                 rows = [part.columns, ["---"] * len(part.columns), *part.rows]
                 blocks.append("\n".join(f"| {' | '.join(map(_cell, row))} |" for row in rows))
@@ -145,7 +154,7 @@ def _markdown(sections: list[Section], folder: str) -> str:
 
 def plain(text: str) -> str:
     """Text that Markdown shows as it is, on one line."""
-    return re.sub(r"([\\`*_\[\]<>])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*_\[\]<>&~$])", r"\\\1", " ".join(text.split()))
 
 
 def _cell(text: str) -> str:

@@ -1,6 +1,8 @@
 """The pictures of a report, each drawn on a matplotlib figure."""
 
 import math
+import re
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -8,7 +10,47 @@ import numpy as np
 
 from .runs import Measured
 
-BLUE = "#4c78a8"
+LINES, MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D", "v")
+EXAMPLES = 64  # among which one with a reset is looked for
+MOST_TICKS = 8  # at the values that were run; where there are more, at round ones
+CHARACTERS = 13  # of a legend's type, that an inch holds beside the lines' samples
+LEGEND_LINE = 0.2  # inches
+
+
+def style(number: int) -> dict:
+    """Of a line among many: ten colours, then other dashes and markers."""
+    return {
+        "color": f"C{number % 10}", "linestyle": LINES[number // 10 % 4], "marker": MARKERS[number // 10 % 5],
+        "markersize": 4,
+    }  # fmt: skip
+
+
+def shown(label: str, inches: float = math.inf) -> str:
+    """A label that a legend shows as it is, in lines that fit into its width."""
+    label = label.replace("$", r"\$")  # a pair of them would be read as a formula
+    label = f" {label}" if label.startswith("_") else label  # which legends leave out
+    if math.isinf(inches):
+        return label
+    whole = re.sub(r"(?<!,) ", "\N{NO-BREAK SPACE}", label)  # lines end behind commas: "data tokens 16" is one thing
+    return textwrap.fill(whole, int(CHARACTERS * inches)).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def legend_height(labels: Iterable[str], inches: float, columns: int = 1) -> float:
+    """Inches that a legend takes under a picture of this width."""
+    lines = sum(1 + shown(label, inches).count("\n") for label in labels)
+    return LEGEND_LINE * math.ceil(lines / columns)
+
+
+def legend_columns(labels: Iterable[str]) -> int:
+    """Columns in which labels stand under a picture of 9 inches without being cut off."""
+    return 2 if max(map(len, labels), default=0) <= 60 else 1
+
+
+def plain_number(value: float, _=None) -> str:
+    """For a tick: 20,000; 0.00002."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return np.format_float_positional(float(f"{value:.6g}"), trim="-")
 
 
 def _tidy(axes) -> None:
@@ -16,57 +58,87 @@ def _tidy(axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _logarithmic(axes) -> None:
+    """The vertical axis, after all has been drawn on it."""
+    from matplotlib.ticker import AutoLocator, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    subs = (1, 2, 3, 4, 6, 8) if high < 20 * low else (1, 2, 5) if high < 500 * low else (1,)
+    axes.yaxis.set_major_locator(AutoLocator() if high < 5 * low else LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter(plain_number)
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def _axis_of(metric: str, axes) -> None:
     if metric == "accuracy":
         axes.set_ylim(0, 1.03)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     else:
-        axes.set_yscale("log")
+        _logarithmic(axes)
     axes.set_ylabel({"accuracy": "accuracy", "mse": "mean squared error"}[metric])
 
 
+def _drawn(axes, points: list[tuple[float, float, float | None]], **options):
+    """Points with their deviations; without these no bar, in the legend neither. Returns what a legend takes."""
+    x, y, spread = np.array(sorted(points, key=lambda point: point[0]), dtype=float).T  # None becomes NaN
+    if np.isnan(spread).all():
+        return axes.plot(x, y, **options)[0]
+    return axes.errorbar(x, y, spread, capsize=3, **options)
+
+
+def sweep_size(panels: dict[str, dict[str, list]], papers: dict[str, dict[str, list]]) -> tuple[float, float]:
+    """Inches, of what `sweep` draws."""
+    width = max(6.0, 4.4 * len(panels))
+    legends = (legend_height([*panels[name], *papers.get(name, {})], width / len(panels)) for name in panels)
+    return width, 3.8 + max(legends)
+
+
 def sweep(
-    panels: dict[str, dict[str, list[tuple[float, float, float]]]],
+    panels: dict[str, dict[str, list[tuple[float, float, float | None]]]],
     metric: str,
-    papers: dict[str, dict[str, list[tuple[float, float]]]],
+    papers: dict[str, dict[str, list[tuple[float, float, float | None]]]],
 ) -> Callable:
     """
     Panels side by side, each the metric against one quantity.
 
     Args:
-        panels: by the quantity's name and the line's label the points: quantity, mean, standard deviation over seeds.
-        papers: alike, the papers' points without deviations.
+        panels: by the quantity's name and the line's label the points: quantity, mean, standard deviation over seeds
+            (None for one seed).
+        papers: alike, the papers' points, with the deviations that they give.
     """
 
     def draw(figure) -> None:
-        for axes, (quantity, lines) in zip(
-            figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-        ):
-            values = sorted({x for points in lines.values() for x, *_ in points})
+        width, height = sweep_size(panels, papers)
+        # The legends stand below: beside the lines there is seldom room for them.
+        rows = figure.subplots(2, len(panels), squeeze=False, height_ratios=[3.8, height - 3.8])
+        for above, below, (quantity, lines) in zip(*rows, panels.items(), strict=True):
+            theirs, drawn = papers.get(quantity, {}), []
             for number, (label, points) in enumerate(lines.items()):
-                x, mean, spread = np.array(sorted(points)).T
-                axes.errorbar(
-                    x, mean, spread, marker="o", markersize=4, capsize=3, color=f"C{number % 10}", label=label
-                )
-            for number, (label, points) in enumerate(papers.get(quantity, {}).items()):
-                x, y = np.array(sorted(points)).T
-                style = {"marker": ("s", "^", "D", "v")[number % 4], "linestyle": ":", "color": "0.45"}
-                axes.plot(x, y, markersize=5, markerfacecolor="none", label=label, **style)
+                drawn.append(_drawn(above, points, label=shown(label, width / len(panels)), **style(number)))
+            for number, (label, points) in enumerate(theirs.items()):
+                look = {"marker": MARKERS[1 + number % 4], "linestyle": ":", "color": "0.45"}
+                label = shown(label, width / len(panels))
+                drawn.append(_drawn(above, points, markersize=5, markerfacecolor="none", label=label, **look))
+            values = sorted({x for points in (*lines.values(), *theirs.values()) for x, *_ in points})
             if values[-1] >= 8 * values[0] > 0:
-                axes.set_xscale("log", base=2)
-            axes.set_xticks(values, [f"{value:,g}" for value in values])
-            axes.minorticks_off()
-            axes.set_xlabel(quantity)
-            _axis_of(metric, axes)
-            _tidy(axes)
-            axes.legend(frameon=False, fontsize="small")
+                above.set_xscale("log", base=2)
+            if len(values) <= MOST_TICKS:
+                above.set_xticks(values)
+            above.xaxis.set_major_formatter(plain_number)
+            above.set_xlabel(quantity)
+            _axis_of(metric, above)
+            above.minorticks_off()
+            _tidy(above)
+            below.axis("off")
+            below.legend(handles=drawn, loc="upper center", frameon=False, fontsize="small")
 
     return draw
 
 
-def legend_columns(labels: Iterable[str]) -> int:
-    """Columns in which labels stand under a picture of 9 inches without being cut off."""
-    return 2 if max(map(len, labels), default=0) <= 60 else 1
+def learning_size(labels: Iterable[str]) -> tuple[float, float]:
+    """Inches, of what `learning` draws."""
+    return 9, 3.6 + legend_height(labels, 9, legend_columns(labels))
 
 
 def learning(curves: dict[str, list[list[dict]]], metric: str) -> Callable:
@@ -77,15 +149,15 @@ def learning(curves: dict[str, list[list[dict]]], metric: str) -> Callable:
         for number, (label, runs) in enumerate(curves.items()):
             for run, curve in enumerate(runs):
                 steps = [point["step"] for point in curve]
-                style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
-                shown = None if run else label
-                left.plot(steps, [point[metric] for point in curve], marker="o", markersize=3, label=shown, **style)
-                losses = [point.get("loss", math.nan) for point in curve]
-                right.plot(steps, losses, marker="o", markersize=3, **style)
+                left.plot(
+                    steps, [point[metric] for point in curve], label=None if run else shown(label, 9), **style(number)
+                )
+                right.plot(steps, [point.get("loss", math.nan) for point in curve], **style(number))
         _axis_of(metric, left)
         right.set_ylabel("training loss")
-        right.set_yscale("log")
+        _logarithmic(right)
         for axes in (left, right):
+            axes.xaxis.set_major_formatter(plain_number)
             axes.set_xlabel("step")
             _tidy(axes)
         figure.legend(loc="outside lower center", ncols=legend_columns(curves), frameon=False, fontsize="small")
@@ -113,7 +185,8 @@ def transitions(layers: list[np.ndarray], resets: np.ndarray) -> Callable:
                 axes.plot(place, 1.04, "v", color="#e4572e", transform=axes.get_xaxis_transform(), clip_on=False)
             axes.set_ylabel(f"layer {number + 1}")
             axes.set_yticks([])
-        rows[-1].set_xlabel("position (▼ a reset); channels, sorted by their mean")
+        marked = "position (▼ a reset)" if resets.any() else "position"
+        rows[-1].set_xlabel(f"{marked}; channels, sorted by their mean")
         figure.colorbar(image, ax=rows, label="|a|")
 
     return draw
@@ -127,20 +200,18 @@ def extrapolation(measured: list[Measured], trained: dict[str, int]) -> Callable
     def draw(figure) -> None:
         axes = figure.subplots()
         for number, one in enumerate(measured):
-            color = f"C{number % 10}"
+            line = style(number)
             x, y = curve(one.result["by_position"])
-            axes.plot(x, y, marker="o", markersize=4, color=color, label=one.name)
+            axes.plot(x, y, label=shown(one.name, 9), **line)
             if one.name in trained:
-                axes.axvline(trained[one.name], color=color, linestyle="--", linewidth=1)
+                axes.axvline(trained[one.name], color=line["color"], linestyle="--", linewidth=1)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:,g}")
-        axes.tick_params(axis="y", which="minor", labelsize="x-small")
+        axes.xaxis.set_major_formatter(plain_number)
+        _logarithmic(axes)
         axes.set(xlabel="tokens before the predicted one (dashed: the length of training)", ylabel="perplexity")
         _tidy(axes)
-        axes.legend(frameon=False)
+        names = [one.name for one in measured]
+        figure.legend(loc="outside lower center", ncols=legend_columns(names), frameon=False, fontsize="small")
 
     return draw
 
@@ -149,13 +220,13 @@ def texts(runs: dict[str, list[dict]], quantities: list[str]) -> Callable:
     """Curves of runs on text, as `hf-recurrent plot` draws them."""
     from ..training.curves import draw_runs
 
-    return lambda figure: draw_runs(figure, runs, quantities, "step")
+    return lambda figure: draw_runs(figure, {shown(name): runs[name] for name in runs}, quantities, "step")
 
 
 def learned_transitions(folder: Path, sizes: dict, length: int = 128) -> tuple[list[np.ndarray], np.ndarray]:
     """
     Of a GateLoop that was trained on Memory Horizon, for `transitions`: |a_t| of each layer, and the resets, over the
-    first example of the test split.
+    first example of the test split with a reset; where there is none among them, over the first.
 
     Raises:
         ValueError: the model is not there, or cannot be used.
@@ -166,8 +237,13 @@ def learned_transitions(folder: Path, sizes: dict, length: int = 128) -> tuple[l
     from ..training.model import load_model
 
     model = load_model(str(folder)).eval()
-    tokens = generate("memory_horizon", 1, split="test", **sizes | {"length": min(length, sizes.get("length", 512))})
-    input_ids, seen, hooks = torch.from_numpy(tokens["input_ids"]), [], []
+    sizes = sizes | {"length": min(length, sizes.get("length", 512))}
+    examples = generate("memory_horizon", EXAMPLES, split="test", **sizes)["input_ids"]
+    resets = examples == sizes.get("numbers", 5)
+    number = resets.any(axis=1).argmax()  # 0 where there is none
+    if examples.max() >= model.config.vocab_size:
+        raise ValueError(f"its model knows {model.config.vocab_size} tokens, fewer than its task has")
+    input_ids, seen, hooks = torch.from_numpy(examples[[number]]), [], []
     for layer in model.base_model.layers:
         if not hasattr(layer.mixer, "transitions") or layer.mixer.conv1d is not None:  # they follow the convolution
             raise ValueError("its transitions cannot be shown")
@@ -182,4 +258,4 @@ def learned_transitions(folder: Path, sizes: dict, length: int = 128) -> tuple[l
     finally:
         for hook in hooks:
             hook.remove()
-    return magnitudes, tokens["input_ids"][0] == sizes.get("numbers", 5)
+    return magnitudes, resets[number]

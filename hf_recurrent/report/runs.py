@@ -1,8 +1,6 @@
 """What folders hold: runs on tasks and on text, perplexities by position, lm-eval's results."""
 
-import inspect
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +10,7 @@ import yaml
 
 from ..files import UNFINISHED
 from ..messages import first_line
-from ..tasks import TASKS
+from ..tasks import arguments
 from ..tasks.checkpoints import SETTINGS
 from ..tasks.settings import PEERS, TRAINABLE
 from ..training.curves import short_names
@@ -22,11 +20,13 @@ from ..training.model import families
 TASK, PERPLEXITY, LM_EVAL = "task.json", "perplexity.json", "lm-eval.json"
 MARKS = (TASK, SETTINGS, ARGUMENTS, METRICS, PERPLEXITY, LM_EVAL)
 LARGEST = 1 << 26  # bytes of a file of results
-# Of task.json, what every version has written.
-FIELDS = {
-    "task": str, "sizes": dict, "model_type": str, "config": dict, "max_steps": int, "batch_size": int,
-    "learning_rate": (int, float), "weight_decay": (int, float), "eval_examples": int, "seed": int, "parameters": int,
-    "curve": list,
+LARGEST_NUMBER = 10**18  # no step, size or measurement comes near; what lies far beyond overflows in a table or picture
+LEAST_PERPLEXITY = 0.99  # it is 1 at the least, but for rounding
+# Of task.json, what every version has written; of numbers the kind and the least.
+FIELDS = {"task": str, "sizes": dict, "model_type": str, "config": dict, "curve": list}
+NUMBERS = {
+    "max_steps": (int, 1), "batch_size": (int, 1), "eval_examples": (int, 1), "seed": (int, 0), "parameters": (int, 1),
+    "learning_rate": ((int, float), 0), "weight_decay": ((int, float), 0),
 }  # fmt: skip
 
 # What makes two runs the same but for their seed, beside the sizes, the configuration and what they started from.
@@ -38,33 +38,46 @@ class Unreadable(ValueError):
     """A file is not what its name says; the message is one line."""
 
 
-@dataclass
+def metric_of(task: str) -> str:
+    """What is measured on a task."""
+    return "mse" if task == "pendulum" else "accuracy"
+
+
+@dataclass(eq=False)
 class TaskRun:
-    """A run of `hf-recurrent train --task`: `result` is its task.json."""
+    """A run of `hf-recurrent train --task`: `result` is its task.json, `earlier` the gathered run whose weights it
+    began with."""
 
     folder: Path
     name: str
     result: dict
+    earlier: "TaskRun | None" = None
 
     @property
     def metric(self) -> str:
-        return self.result["metric"]
+        return metric_of(self.result["task"])
 
     @property
     def value(self) -> float:
         return self.result[self.metric]
 
     @property
+    def chain(self) -> list["TaskRun"]:
+        """The run, the one that it began with, the one that that began with, and so on."""
+        found = [self]
+        while found[-1].earlier is not None:
+            found.append(found[-1].earlier)
+        return found
+
+    @property
     def start(self) -> str | None:
-        """The name of the earlier run whose weights it began with."""
-        start = self.result.get("start_from")
-        return Path(start).name if isinstance(start, str) else None
+        """Whose weights it began with: the name of a gathered run, else the folder as it was given."""
+        return _given(self) if self.earlier is None else self.earlier.name
 
     @property
     def sizes(self) -> dict:
         """The arguments of the task's function, those that were not given too."""
-        arguments = list(inspect.signature(TASKS[self.result["task"]]).parameters.values())[2:]
-        return {argument.name: argument.default for argument in arguments} | self.result["sizes"]
+        return _defaults(self.result["task"]) | self.result["sizes"]
 
     @property
     def config(self) -> dict:
@@ -72,9 +85,32 @@ class TaskRun:
 
     @property
     def training(self) -> str:
-        """Equal for runs that differ in their seed alone."""
-        settings = [*(self.result[name] for name in ALIKE), self.start, self.result["parameters"]]
-        return json.dumps([settings, self.sizes, self.config], sort_keys=True)
+        """Equal for runs that differ in their seeds alone: their own, and those of the runs that they began with."""
+        return _training(self.chain)
+
+    @property
+    def beginning(self) -> str:
+        """As `training`, of what it began with."""
+        return json.dumps(_given(self)) if self.earlier is None else _training(self.chain[1:])
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(run.result["seed"] for run in self.chain)
+
+
+def _training(chain: list[TaskRun]) -> str:
+    of_each = [[[run.result[name] for name in ALIKE], run.result["parameters"], run.sizes, run.config] for run in chain]
+    return json.dumps([of_each, _given(chain[-1])], sort_keys=True)
+
+
+def _given(run: TaskRun) -> str | None:
+    start = run.result.get("start_from")
+    return None if start is None else str(Path(start))
+
+
+def _defaults(task: str) -> dict:
+    """The arguments of a task's function that need not be given."""
+    return {name: argument.default for name, argument in arguments(task).items()}
 
 
 @dataclass
@@ -131,6 +167,7 @@ def gather(paths: Iterable[str | Path]) -> Runs:
             runs.passed_over.append((str(path), f"holds no run: none of {', '.join(MARKS)}"))
     folders = list({folder.resolve(): folder for folder in folders}.values())
     for folder, name in short_names(folders).items():
+        name = _text_of(name)
         for mark, read in ((TASK, _task), (LM_EVAL, _evaluation), (PERPLEXITY, _perplexity), (METRICS, _text)):
             wanted = {METRICS: (METRICS, ARGUMENTS), TASK: (TASK, SETTINGS)}.get(mark, (mark,))
             if not any((folder / file).is_file() for file in wanted):
@@ -138,7 +175,9 @@ def gather(paths: Iterable[str | Path]) -> Runs:
             try:
                 read(runs, folder, name)
             except (Unreadable, OSError) as error:
-                runs.passed_over.append((name, first_line(error)))
+                runs.passed_over.append((name, _text_of(first_line(error))))
+    _link(runs.tasks)
+    _drop_copies(runs)
     if runs.empty:
         told = "; ".join(f"{name}: {why}" for name, why in runs.passed_over[:3])
         raise ValueError(f"there is nothing to report: {told}")
@@ -152,11 +191,59 @@ def _folders(path: Path) -> Iterator[Path]:
             yield Path(parent)
 
 
+def _text_of(name: str) -> str:
+    """A file's name need not be text that a page can hold."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _link(found: list[TaskRun]) -> None:
+    """Set `earlier` of each run, where that is among them."""
+    by_folder = {run.folder.resolve(): run for run in found}
+    for run in found:
+        earlier = _earlier(run, by_folder)
+        if earlier is not None and run not in earlier.chain:  # no run began with itself, whatever the files say
+            run.earlier = earlier
+
+
+def _earlier(run: TaskRun, by_folder: dict[Path, TaskRun]) -> TaskRun | None:
+    """The run in the folder that `run` began with. Where none was gathered from there, as after copying, the one that
+    the end of the path tells from all others, unless what lies there is another run."""
+    if run.result.get("start_from") is None:
+        return None
+    start = Path(run.result["start_from"])
+    try:
+        if start.resolve() in by_folder:
+            return by_folder[start.resolve()]
+        original = (start / TASK).read_bytes() if (start / TASK).is_file() else None
+    except (OSError, RuntimeError):  # a name that is too long, links in a circle
+        return None
+    others = [folder for folder, other in by_folder.items() if other is not run]
+    for depth in range(1, len(start.parts) + 1):
+        others = [folder for folder in others if folder.parts[-depth:] == start.parts[-depth:]]
+        if len(others) == 1:
+            copied = original in (None, (others[0] / TASK).read_bytes())
+            return by_folder[others[0]] if copied else None
+    return None
+
+
+def _drop_copies(runs: Runs) -> None:
+    """Move to `passed_over` what is the same as another run, seeds and all."""
+    first: dict[tuple, TaskRun] = {}
+    kept = {run: first.setdefault((run.training, run.seeds), run) for run in runs.tasks}
+    for run, other in kept.items():
+        if run is not other:
+            why = f"the same training with the same seed as {other.name}, which counts once"
+            runs.passed_over.append((run.name, why))
+        run.earlier = kept.get(run.earlier)
+    runs.tasks = list(first.values())
+
+
 def _read(path: Path) -> dict:
     if path.stat().st_size > LARGEST:
         raise Unreadable(f"{path.name} is larger than {LARGEST >> 20} MiB")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(content, ensure_ascii=False).encode("utf-8")  # "\ud800" is no character, and in no page
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"{path.name} is not JSON ({first_line(error)})") from None
     if not isinstance(content, dict):
@@ -164,65 +251,105 @@ def _read(path: Path) -> dict:
     return content
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: object, kind: type | tuple = (int, float), least: float = -LARGEST_NUMBER) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and least <= value <= LARGEST_NUMBER
 
 
 def _task(runs: Runs, folder: Path, name: str) -> None:
     if not (folder / TASK).is_file():
         raise Unreadable("its training has not finished: the same command with --resume goes on")
-    result = {"metric": "accuracy", **_read(folder / TASK)}
+    result = _read(folder / TASK)
     for key, kind in FIELDS.items():
         if not isinstance(result.get(key), kind):
             raise Unreadable(f"{TASK} has no {key} as `hf-recurrent train --task` writes it")
+    for key, (kind, least) in NUMBERS.items():
+        if not is_number(result.get(key), kind, least):
+            raise Unreadable(f"{TASK} has no {key} that is {'an integer' if kind is int else 'a number'} from {least}")
+    start = result.get("start_from")
+    if start is not None and not (isinstance(start, str) and start and "\0" not in start):
+        raise Unreadable(f"{TASK} has a start_from that is no path")
     if result["task"] not in TRAINABLE:
         raise Unreadable(f"{TASK} is of no task that is known here: {result['task']}")
     if result["model_type"] not in families() | PEERS:
         raise Unreadable(f"{TASK} is of no family that is known here: {result['model_type']}")
-    metric = result["metric"]
-    points = [result, *result["curve"]]
-    if metric not in ("accuracy", "mse") or not all(isinstance(p, dict) and is_number(p.get(metric)) for p in points):
+    _check_sizes(result)
+    _check_measured(result)
+    runs.tasks.append(TaskRun(folder, name, result))
+
+
+def _check_sizes(result: dict) -> None:
+    """
+    Raises:
+        Unreadable: one is not of the kind of its default.
+    """
+    defaults = _defaults(result["task"])
+    for name, value in result["sizes"].items():
+        if not is_number(value) and (is_number(defaults.get(name)) or not (value is None or isinstance(value, str))):
+            raise Unreadable(f"{TASK} has a {name} among the sizes that is no number")
+
+
+def _check_measured(result: dict) -> None:
+    """
+    Raises:
+        Unreadable: the metric is missing or impossible, of the whole training or of a point of the curve.
+    """
+    metric, points = metric_of(result["task"]), result["curve"]
+    if result.get("metric", "accuracy") != metric:  # the first versions had this one alone, and did not write it
+        raise Unreadable(f"{TASK} has another metric than the task's, {metric}")
+    highest = 1 if metric == "accuracy" else LARGEST_NUMBER
+    if not all(isinstance(p, dict) and is_number(p.get(metric), least=0) for p in (result, *points)):
         raise Unreadable(f"{TASK} has no result that is a finite number")
-    if not all(is_number(p.get("step")) for p in result["curve"]):
+    if any(point[metric] > highest for point in (result, *points)):
+        raise Unreadable(f"{TASK} has an {metric} above {highest}")
+    if not all(is_number(point.get("step"), least=0) for point in points):
         raise Unreadable(f"{TASK} has a curve without steps")
-    run = TaskRun(folder, name, result)
-    for other in runs.tasks:
-        if (other.training, other.result["seed"]) == (run.training, result["seed"]):
-            raise Unreadable(f"the same training with the same seed as {other.name}, which counts once")
-    runs.tasks.append(run)
+    if not all(is_number(point.get("loss", 0)) for point in points):
+        raise Unreadable(f"{TASK} has a loss that is no finite number")
 
 
 def _text(runs: Runs, folder: Path, name: str) -> None:
-    metrics = [
-        line for line in RunFolder(str(folder)).metrics() if isinstance(line, dict) and is_number(line.get("step"))
-    ]
+    try:
+        read = RunFolder(str(folder)).metrics()
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"{METRICS} is not lines of JSON ({first_line(error)})") from None
+    # What is no number in a line is left out, as half a line is.
+    lines = [{name: value for name, value in line.items() if is_number(value)} for line in read if type(line) is dict]
+    metrics = [line for line in lines if "step" in line]
     if not metrics:
         raise Unreadable(f"its training has no {METRICS} yet")
     settings = {}
     if (folder / ARGUMENTS).is_file():
         try:
             settings = yaml.safe_load((folder / ARGUMENTS).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise Unreadable(f"{ARGUMENTS} is not YAML ({first_line(error)})") from None
         if not isinstance(settings, dict):
             raise Unreadable(f"{ARGUMENTS} holds no settings")
+        model_type = settings.get("model_type")
+        if model_type is not None and not (isinstance(model_type, str) and model_type.isprintable()):
+            raise Unreadable(f"{ARGUMENTS} has a model_type that is no name")
     finished = any(folder.glob(WEIGHTS.replace(".", "*.")))
     runs.texts.append(TextRun(folder, name, settings, metrics, finished))
 
 
 def _perplexity(runs: Runs, folder: Path, name: str) -> None:
     result = _read(folder / PERPLEXITY)
-    rows = result.get("by_position")
-    keys = ("from", "to", "perplexity")
-    whole = isinstance(rows, list) and rows and is_number(result.get("perplexity"))
-    if not whole or not all(isinstance(row, dict) and all(is_number(row.get(key)) for key in keys) for row in rows):
+    rows, length = result.get("by_position"), result.get("sequence_length")
+    whole = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
+    whole = whole and all(is_number(row.get(key), least=0) for row in rows for key in ("from", "to"))
+    whole = whole and all(is_number(one.get("perplexity"), least=LEAST_PERPLEXITY) for one in (result, *rows))
+    if not whole or not (length is None or is_number(length, least=1)):
         raise Unreadable(f"{PERPLEXITY} is not what `hf-recurrent evaluate perplexity` writes")
     runs.perplexities.append(Measured(folder, name, result))
 
 
 def _evaluation(runs: Runs, folder: Path, name: str) -> None:
     result = _read(folder / LM_EVAL)
-    tables = [result.get("results"), result.get("configs")]
-    if not all(isinstance(table, dict) and all(isinstance(row, dict) for row in table.values()) for table in tables):
+    tables, shots = [result.get("results"), result.get("configs")], result.get("n-shot")
+    whole = all(isinstance(table, dict) and all(isinstance(row, dict) for row in table.values()) for table in tables)
+    if not whole or not isinstance(shots, dict | None):
         raise Unreadable(f"{LM_EVAL} is not the results of lm-eval")
+    numbers = [value for row in tables[0].values() for value in row.values() if isinstance(value, int)]
+    if any(abs(value) > LARGEST_NUMBER for value in numbers):
+        raise Unreadable(f"{LM_EVAL} has a number above {LARGEST_NUMBER}")
     runs.evaluations.append(Measured(folder, name, result))

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from .. import __version__
-from ..evaluation.tables import PAPER_TASKS, paper_table
+from ..evaluation.tables import PAPER_TASKS, paper_cells
 from ..hub.card import NAMES
 from ..messages import counted, first_line
 from ..training.curves import DEFAULT
 from . import papers, pictures
 from .page import Code, Picture, Section, Table
-from .runs import ALIKE, Measured, Runs, TaskRun, TextRun, is_number
+from .runs import ALIKE, Measured, Runs, TaskRun, TextRun, is_number, metric_of
 
 TITLES = {
     "selective_copying": "Selective copying",
@@ -24,10 +24,22 @@ TITLES = {
     "pendulum": "Pendulum, seen at irregular times",
     "tones": "Tones, at two sampling rates",
     "pathfinder": "Pathfinder",
+    "digits": "Digits, pixel by pixel",
 }
+NOT_SHOWN = ("folder",)  # of a task's sizes: where its data lies
 WORDS = {"num_hidden_layers": "layers", "hidden_size": "width"}
 QUANTITIES = ("length", "pairs", "hidden_size", "num_hidden_layers")  # a metric is drawn against each that varies
 SHOWN_PER_CENT = 2  # decimals
+LEFT_OUT = {"weight_decay": 0.0, "seed": 0}  # of a command: defaults that go without saying
+DEVIATIONS = (
+    "Where there are several seeds, ± is the sample standard deviation over the seeds, which pictures show as bars; "
+    "the papers' ± is as they give it."
+)
+
+
+def deviation(values: list[float]) -> float | None:
+    """Of the sample; None for one value."""
+    return stdev(values) if len(values) > 1 else None
 
 
 @dataclass
@@ -46,8 +58,7 @@ class Group:
 
     @property
     def deviation(self) -> float | None:
-        """Of the sample; None for one run."""
-        return stdev(run.value for run in self.runs) if len(self.runs) > 1 else None
+        return deviation([run.value for run in self.runs])
 
     def quantity(self, name: str) -> float | None:
         """What a picture is drawn over: of the task, or of the model."""
@@ -70,12 +81,17 @@ def sections(runs: Runs, with_papers: bool = False) -> list[Section]:
     found += [_extrapolation(runs)] if runs.perplexities else []
     found += [_evaluations(runs.evaluations)] if runs.evaluations else []
     if runs.tasks:
-        found.append(Section("Commands", [Code([command(run) for run in runs.tasks])]))
+        # A run after the one whose weights it began with.
+        ordered = dict.fromkeys(one for run in runs.tasks for one in reversed(run.chain))
+        found.append(Section("Commands", [Code([command(run) for run in ordered])]))
     if runs.passed_over:
         rows = [[name, why] for name, why in runs.passed_over]
         found.append(Section("Passed over", [Table(["folder", "why"], rows)]))
     number = sum(map(len, (runs.tasks, runs.texts, runs.perplexities, runs.evaluations)))
-    return [Section("Runs", [f"{counted(number, 'result')}, gathered by hf_recurrent {__version__}."]), *found]
+    first = Section("Runs", [f"{counted(number, 'result')}, gathered by hf_recurrent {__version__}."])
+    if any(group.deviation is not None for group in groups(runs.tasks)):
+        first.parts.append(DEVIATIONS)
+    return [first, *found]
 
 
 def said(metric: str, value: float, deviation: float | None = None) -> str:
@@ -97,9 +113,19 @@ def _name(model_type: str) -> str:
     return NAMES.get(model_type, "Transformers' Mamba" if model_type == "mamba" else model_type)
 
 
-def _steps(run: TaskRun) -> str:
-    result = run.result
-    return f"{result['max_steps']:,} × {result['batch_size']:,}" + (f", after {run.start}" if run.start else "")
+def _sizes(result: dict) -> dict:
+    return {name: value for name, value in result["sizes"].items() if name not in NOT_SHOWN and value is not None}
+
+
+def _after(group: Group) -> str | None:
+    """The names of the runs whose weights those of a group began with: a, b and c."""
+    names = list(dict.fromkeys(run.start for run in group.runs if run.start is not None))
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]])) or None
+
+
+def _steps(group: Group) -> str:
+    result, after = group.first, _after(group)
+    return f"{result['max_steps']:,} × {result['batch_size']:,}" + (f", after {after}" if after else "")
 
 
 def _rate(result: dict) -> str:
@@ -124,18 +150,17 @@ def groups(runs: list[TaskRun]) -> list[Group]:
 def _task(task: str, runs: list[TaskRun], gathered: Runs, with_papers: bool) -> Section:
     found, section = groups(runs), Section(TITLES[task])
     columns = ["model", "parameters", "model's sizes", "task's sizes", "steps × batch", "learning rate", "seeds"]
-    metrics = {run.metric for run in runs}
-    squared = metrics == {"mse"} or not metrics and task == "pendulum"
-    columns += ["mean squared error" if squared else "accuracy", "the paper's", "its setting", "minutes"]
+    metric = metric_of(task)
+    columns += ["mean squared error" if metric == "mse" else "accuracy", "the paper's", "its setting", "minutes"]
     rows, stood_beside = [], []
     for group in found:
         first, figure = group.first, papers.beside(group.runs[0])
         stood_beside.append(figure)
         minutes = [run.result["seconds"] / 60 for run in group.runs if is_number(run.result.get("seconds"))]
         rows.append([
-            _name(first["model_type"]), f"{first['parameters']:,}", _items(first["config"]), _items(first["sizes"]),
-            _steps(group.runs[0]), _rate(first), str(len(group.runs)),
-            said(group.runs[0].metric, group.mean, group.deviation), figure.value if figure else "–",
+            _name(first["model_type"]), f"{first['parameters']:,}", _items(first["config"]), _items(_sizes(first)),
+            _steps(group), _rate(first), str(len(group.runs)),
+            said(metric, group.mean, group.deviation), figure.value if figure else "–",
             f"{figure.setting} ({figure.source})" if figure else "–", f"{mean(minutes):.1f}" if minutes else "–",
         ])  # fmt: skip
     for figure in papers.FIGURES if with_papers else ():
@@ -147,15 +172,10 @@ def _task(task: str, runs: list[TaskRun], gathered: Runs, with_papers: bool) -> 
     section.parts += _at_half_rate(found)
     section.parts += [f"On {machine}." for machine in _machines(runs)]
     section.parts += _sweeps(task, found)
-    for metric in sorted(metrics):
-        curves = {
-            label: [run.result["curve"] for run in group.runs]
-            for label, group in _labelled([group for group in found if group.runs[0].metric == metric]).items()
-        }
-        size = (9, 3.6 + 0.22 * math.ceil(len(curves) / pictures.legend_columns(curves)))
-        section.parts.append(
-            Picture(f"{task}-learning", f"{TITLES[task]}: learning", pictures.learning(curves, metric), size)
-        )
+    if found:
+        curves = {label: [run.result["curve"] for run in group.runs] for label, group in _labelled(found).items()}
+        draw, size = pictures.learning(curves, metric), pictures.learning_size(curves)
+        section.parts.append(Picture(f"{task}-learning", f"{TITLES[task]}: learning", draw, size))
     if task == "memory_horizon":
         section.parts += _transitions(found, gathered)
     return section
@@ -166,10 +186,10 @@ def _labelled(found: list[Group], without: tuple[str, ...] = ()) -> dict[str, Gr
     facts = []
     for group in found:
         first = group.first
-        fact = {"model": _name(first["model_type"]), **first["sizes"], **first["config"]}
+        fact = {"model": _name(first["model_type"]), **_sizes(first), **first["config"]}
         # The pendulum has "steps" of its own.
         training = {"training steps": first["max_steps"], "batch": first["batch_size"], "lr": first["learning_rate"]}
-        training |= {"decay": first["weight_decay"], "examples": first["eval_examples"], "after": group.runs[0].start}
+        training |= {"decay": first["weight_decay"], "examples": first["eval_examples"], "after": _after(group)}
         fact |= training
         facts.append({name: value for name, value in fact.items() if name not in without})
     names = list(dict.fromkeys(name for fact in facts for name in fact))
@@ -185,7 +205,7 @@ def _labelled(found: list[Group], without: tuple[str, ...] = ()) -> dict[str, Gr
 
 def _sweeps(task: str, found: list[Group]) -> list[Picture]:
     """The metric against each quantity in which groups differ that are alike in all else."""
-    panels, beside, metric = {}, {}, found[0].runs[0].metric if found else "accuracy"
+    panels, beside = {}, {}
     for quantity in QUANTITIES:
         lines: dict[str, dict[Group, None]] = {}
         for group in found:
@@ -193,14 +213,14 @@ def _sweeps(task: str, found: list[Group]) -> list[Picture]:
                 continue
             run = group.runs[0]
             kinds = [{k: v for k, v in kind.items() if k != quantity} for kind in (run.sizes, run.config)]
-            key = json.dumps([*(run.result[name] for name in ALIKE), run.start, *kinds], sort_keys=True)
+            key = json.dumps([*(run.result[name] for name in ALIKE), run.beginning, *kinds], sort_keys=True)
             lines.setdefault(key, []).append(group)
         kept = [line for line in lines.values() if len({group.quantity(quantity) for group in line}) > 1]
         if not kept:
             continue
         heads = _labelled([line[0] for line in kept], (quantity,))
         panels[quantity] = {
-            label: [(group.quantity(quantity), group.mean, group.deviation or 0) for group in line]
+            label: [(group.quantity(quantity), group.mean, group.deviation) for group in line]
             for label, line in zip(heads, kept, strict=True)
         }
         if quantity == "num_hidden_layers":
@@ -211,18 +231,18 @@ def _sweeps(task: str, found: list[Group]) -> list[Picture]:
         return []
     name = " and ".join(map(_word, panels))
     title = f"{TITLES[task]} against {name}"
-    size = (max(6, 4.4 * len(panels)), 3.8)
     panels = {_word(quantity): lines for quantity, lines in panels.items()}
-    return [Picture(f"{task}-sizes", title, pictures.sweep(panels, metric, beside), size)]
+    draw, size = pictures.sweep(panels, metric_of(task), beside), pictures.sweep_size(panels, beside)
+    return [Picture(f"{task}-sizes", title, draw, size)]
 
 
-def _papers_by_layers(task: str, families: set[str]) -> dict[str, list[tuple[float, float]]]:
-    lines: dict[str, list[tuple[float, float]]] = {}
+def _papers_by_layers(task: str, families: set[str]) -> dict[str, list[tuple[float, float, float | None]]]:
+    lines: dict[str, list[tuple[float, float, float | None]]] = {}
     for figure in papers.FIGURES:
         layers = figure.config.get("num_hidden_layers")
         if figure.task == task and figure.model_type in families and layers and figure.number is not None:
             label = f"{_name(figure.model_type)}, the paper's: {figure.setting}"
-            lines.setdefault(label, []).append((layers, figure.number))
+            lines.setdefault(label, []).append((layers, figure.number, figure.spread))
     return lines
 
 
@@ -232,7 +252,8 @@ def _at_half_rate(found: list[Group]) -> list[Table]:
         tested = [run.result.get("half_rate") for run in group.runs]
         names = ("accuracy", "accuracy_without_rescaling")
         if all(isinstance(one, dict) and all(is_number(one.get(name)) for name in names) for one in tested):
-            rows.append([label, *(said("accuracy", mean(one[name] for one in tested)) for name in names)])
+            values = [[one[name] for one in tested] for name in names]
+            rows.append([label, *(said("accuracy", mean(of_name), deviation(of_name)) for of_name in values)])
     return [Table(["untrained, at half the rate", "step_rescale doubled", "without"], rows)] if rows else []
 
 
@@ -259,7 +280,7 @@ def _transitions(found: list[Group], gathered: Runs) -> list[str | Picture]:
             continue
         try:
             layers, resets = pictures.learned_transitions(run.folder, first["sizes"])
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError) as error:
             gathered.passed_over.append((run.name, f"its transitions are not shown: {first_line(error)}"))
             continue
         title = f"{label}: the magnitudes of its transitions, by position"
@@ -275,7 +296,7 @@ def _texts(runs: list[TextRun]) -> Section:
         steps = run.settings.get("max_steps")
         done = "" if run.finished else ", unfinished"
         rows.append([
-            run.name, _name(str(run.settings.get("model_type", "mingru"))),
+            run.name, _name(str(run.settings.get("model_type") or "mingru")),
             f"{last['step']:,}{f' of {steps:,}' if is_number(steps) and steps != last['step'] else ''}{done}",
             f"{last['tokens']:,}" if "tokens" in last else "–",
             *(f"{last[name]:.4f}" if name in last else "–" for name in ("validation_loss", "validation_bits_per_byte")),
@@ -307,7 +328,9 @@ def _extrapolation(runs: Runs) -> Section:
         ])  # fmt: skip
     columns = ["run", "tokens in training", "perplexity", "at the end of these", "at the last positions", "rise"]
     draw = pictures.extrapolation(runs.perplexities, trained)
-    picture = Picture("extrapolation", "Perplexity by position", draw, (8, 4.2))
+    names = [one.name for one in runs.perplexities]
+    size = (9, 4.2 + pictures.legend_height(names, 9, pictures.legend_columns(names)))
+    picture = Picture("extrapolation", "Perplexity by position", draw, size)
     return Section("Length extrapolation", [Table(columns, rows), picture])
 
 
@@ -317,10 +340,9 @@ def _evaluations(found: list[Measured]) -> Section:
     if papers_own:
         lines = []
         for one in papers_own:
-            result = one.result | {"config": {"model": one.name}}
-            header, _, row = paper_table(result).splitlines()
-            lines.append([cell.strip() for cell in row.strip("|").split("|")])
-        parts.append(Table([cell.strip() for cell in header.strip("|").split("|")], lines))
+            titles, row = paper_cells(one.result | {"config": {"model": one.name}})
+            lines.append(row)
+        parts.append(Table(titles, lines))
     rows = []
     for one in found:
         shots = one.result.get("n-shot") or {}
@@ -338,7 +360,8 @@ def _evaluations(found: list[Measured]) -> Section:
 def command(run: TaskRun) -> str:
     """What was typed, or as good as."""
     result, text = run.result, lambda value: json.dumps(value) if not isinstance(value, str) else value
-    pairs = {"sizes": ",".join(f"{k}={text(v)}" for k, v in result["sizes"].items())}
+    sizes = {name: value for name, value in result["sizes"].items() if value is not None}
+    pairs = {"sizes": ",".join(f"{k}={text(v)}" for k, v in sizes.items())}
     config = dict(result["config"])
     own = {name: config.pop(name) for name in ("hidden_size", "num_hidden_layers") if name in config}
     pairs["config"] = ",".join(f"{k}={text(v)}" for k, v in config.items())
@@ -348,8 +371,13 @@ def command(run: TaskRun) -> str:
         "--config-overrides": pairs["config"],
     }  # fmt: skip
     for name in ("max_steps", "batch_size", "learning_rate", "weight_decay", "eval_examples", "seed"):
-        flags[f"--{name.replace('_', '-')}"] = result[name]
-    flags["--start-from"] = None if run.start is None else f"runs/{run.start}"
-    flags["--output-dir"] = f"runs/{run.name}"
-    words = [word for flag, value in flags.items() if value not in (None, "", 0.0) for word in (flag, str(value))]
+        flags[f"--{name.replace('_', '-')}"] = None if LEFT_OUT.get(name) == result[name] else result[name]
+    flags["--start-from"] = run.start if run.earlier is None else _output(run.earlier)
+    flags["--output-dir"] = _output(run)
+    words = [word for flag, value in flags.items() if value not in (None, "") for word in (flag, str(value))]
     return shlex.join(["hf-recurrent", "train", *words, *(["--cpu"] if result.get("device") == "cpu" else [])])
+
+
+def _output(run: TaskRun) -> str:
+    """The folder that a command of the report saves a run in."""
+    return f"runs/{run.name}"

@@ -20,7 +20,7 @@ import hf_recurrent
 from hf_recurrent import cli
 from hf_recurrent.evaluation import harness
 from hf_recurrent.evaluation.lm import RecurrentLM
-from hf_recurrent.evaluation.tables import PAPER_TASKS, model_index, paper_table
+from hf_recurrent.evaluation.tables import PAPER_TASKS, model_index, paper_cells, paper_table
 from hf_recurrent.training.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -383,6 +383,7 @@ def test_the_papers_group_and_table(tmp_path):
     results["results"]["wikitext"] = {"word_perplexity,none": 12.25, "byte_perplexity,none": float("inf")}
     header, _, row = paper_table(results).splitlines()
     assert header.count("|") == row.count("|") == 13
+    assert [f"| {' | '.join(cells)} |" for cells in paper_cells(results)] == [header, row]
     assert row == "| tiny |" + " 50.00 |" * 9 + " 12.25 | – |"
     del results["results"]["boolq"]
     assert paper_table(results).splitlines()[2] == "| tiny |" + " 50.00 |" * 7 + " – | – | 12.25 | – |"

@@ -2,14 +2,21 @@
 
 import html.parser
 import json
+import math
+import os
+import random
 import re
+import shlex
+import shutil
 from statistics import stdev
+from urllib.parse import unquote
 
 import pytest
 from matplotlib.figure import Figure
 
 from hf_recurrent import cli
-from hf_recurrent.report import gather, pictures
+from hf_recurrent.report import gather, page, pictures, write_report
+from hf_recurrent.report.page import Picture, Section, write_page
 from hf_recurrent.report.sections import command, groups, sections
 from hf_recurrent.tasks.settings import TaskTraining
 from hf_recurrent.tasks.train import train_task
@@ -209,7 +216,7 @@ PLAIN = {
 def gathered(folder, **runs):
     """What is gathered from files of results with these differences from PLAIN."""
     for name, changes in runs.items():
-        (folder / name).mkdir()
+        (folder / name).mkdir(parents=True)
         (folder / name / "task.json").write_text(json.dumps(PLAIN | changes))
     return gather([folder])
 
@@ -247,7 +254,7 @@ def test_runs_with_other_learning_rates_are_told_apart(tmp_path):
     assert sorted(row["learning rate"] for row in rows[:3]) == ["0.001", "0.003", "0.003, weight decay 0.1"]
     figure = Figure()
     drawn["associative_recall-sizes"].draw(figure)
-    lines = [container.lines[0].get_xdata().tolist() for container in figure.axes[0].containers]
+    lines = [line.get_xdata().tolist() for line in figure.axes[0].lines]
     assert lines == [list(lengths)] * 2
 
 
@@ -268,6 +275,363 @@ def test_sizes_may_be_called_like_settings(tmp_path):
     for name, number in (("pendulum-learning", 5), ("pendulum-sizes", 2)):
         figure = Figure((9, 4))
         drawn[name].draw(figure)
-        (legend,) = figure.legends or [figure.axes[0].get_legend()]
+        (legend,) = figure.legends or filter(None, (axes.get_legend() for axes in figure.axes))
         labels = [text.get_text() for text in legend.get_texts()]
         assert len(set(labels)) == len(labels) == number
+
+
+def commands(runs):
+    """The words of each command in the report."""
+    (found,) = (section for section in sections(runs) if section.title == "Commands")
+    return [shlex.split(line) for line in found.parts[0].lines]
+
+
+def test_runs_that_began_with_others_are_told_apart_by_these(tmp_path):
+    """Folders of the same name are not the same run."""
+    started = {name: {"start_from": str(tmp_path / name / "base")} for name in "ab"}
+    runs = gathered(
+        tmp_path,
+        **{"a/base": {"max_steps": 20}, "b/base": {"max_steps": 50}, "a/next": started["a"], "b/next": started["b"]},
+    )
+    rows, _ = section(runs)
+    steps = sorted(row["steps × batch"] for row in rows)
+    assert steps == ["20 × 2", "4 × 2, after a/base", "4 × 2, after b/base", "50 × 2"]
+    flags = {words[words.index("--output-dir") + 1]: words for words in commands(runs)}
+    for name in "ab":
+        words = flags[f"runs/{name}/next"]
+        assert words[words.index("--start-from") + 1] == f"runs/{name}/base" in flags
+
+
+@pytest.mark.parametrize("place", ["here", "copied", "not gathered"])
+def test_a_curriculum_with_several_seeds_is_one_row(tmp_path, place):
+    first = tmp_path / "first"
+    fields = {}
+    for seed in (5, 6):
+        fields[f"base-{seed}"] = {"max_steps": 20, "seed": seed}
+        fields[f"next-{seed}"] = {"max_steps": 30, "seed": seed, "start_from": str(first / f"base-{seed}")}
+        fields[f"last-{seed}"] = {"seed": seed, "start_from": str(first / f"next-{seed}")}
+    runs = gathered(first, **fields)
+    if place == "copied":
+        shutil.copytree(first, tmp_path / "second")
+        runs = gather([tmp_path / "second"])
+    if place == "not gathered":
+        runs = gather(first / f"last-{seed}" for seed in (5, 6))
+    rows, _ = section(runs)
+    found = sorted((row["steps × batch"], row["seeds"]) for row in rows)
+    if place == "not gathered":
+        assert found == [(f"4 × 2, after {first / f'next-{seed}'}", "1") for seed in (5, 6)]
+        assert [words[words.index("--start-from") + 1] for words in commands(runs)] == [
+            str(first / f"next-{seed}") for seed in (5, 6)
+        ]
+    else:
+        after = ["20 × 2", "30 × 2, after base-5 and base-6", "4 × 2, after next-5 and next-6"]
+        assert found == [(steps, "2") for steps in after]
+
+
+def test_the_same_seed_after_starts_of_other_seeds_is_no_copy(tmp_path):
+    starts = {f"base-{seed}": {"max_steps": 20, "seed": seed} for seed in (5, 6)}
+    after = {f"after-{seed}": {"start_from": f"elsewhere/base-{seed}"} for seed in (5, 6)}
+    runs = gathered(tmp_path, **starts, **after, **{"base-copy": starts["base-5"], "x": {"start_from": "base-copy"}})
+    assert runs.passed_over == [
+        ("base-copy", "the same training with the same seed as base-5, which counts once"),
+        ("x", "the same training with the same seed as after-5, which counts once"),
+    ]
+    assert sorted(len(group.runs) for group in groups(runs.tasks)) == [2, 2]
+
+
+def test_another_run_of_that_name_is_not_what_a_run_began_with(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    gathered(there, base={"max_steps": 20})
+    started = {"start_from": str(there / "base")}
+    runs = gathered(here, base={"max_steps": 50}, next=started)
+    assert {run.start for run in runs.tasks} == {None, str(there / "base")}
+    # Where the folder does not exist any more, the name is all that is known; two of that name are not.
+    shutil.rmtree(there)
+    assert {run.start for run in gather([here]).tasks} == {None, "base"}
+    runs = gathered(tmp_path / "more", **{"a/base": {}, "b/base": {"seed": 1}, "next": {"start_from": "x/base/"}})
+    assert {run.start for run in runs.tasks} == {None, "x/base"}
+    # The end of the path may yet tell them apart.
+    runs = gathered(tmp_path / "ends", **{"a/base": {}, "b/base": {"seed": 1}, "next": {"start_from": "x/b/base"}})
+    assert {run.start for run in runs.tasks} == {None, "b/base"}
+
+
+def test_runs_that_began_with_one_another(tmp_path):
+    """What no training writes, but a damaged file may hold."""
+    circle = {name: {"start_from": other, "seed": i} for i, (name, other) in enumerate(["ab", "bc", "ca"])}
+    odd = {"self": {"start_from": "self", "seed": 7}, "long": {"start_from": "x" * 5000, "seed": 8}}
+    runs = gathered(tmp_path, **circle, **odd)
+    os.symlink(tmp_path / "loop", tmp_path / "loop")
+    runs = gathered(tmp_path, loops={"start_from": str(tmp_path / "loop" / "x"), "seed": 9})
+    assert len(runs.tasks) == 6 and all(len(run.chain) <= 3 for run in runs.tasks)
+    assert len(commands(runs)) == 6
+    # A curriculum of many steps.
+    many = {f"m{i}": {"max_steps": 100 + i, **({"start_from": f"m{i - 1}"} if i else {})} for i in range(1100)}
+    runs = gathered(tmp_path / "many", **many)
+    assert max(len(run.chain) for run in runs.tasks) == 1100 and len(runs.tasks[-1].training) < 10**6
+
+
+def test_a_command_stands_behind_the_one_that_it_goes_on_from(tmp_path):
+    runs = gathered(
+        tmp_path, a={"start_from": "y"}, b={"seed": 1}, c={"start_from": "a"}, y={"start_from": "z"}, z={"max_steps": 9}
+    )
+    assert [words[words.index("--output-dir") + 1] for words in commands(runs)] == [
+        f"runs/{name}" for name in ("z", "y", "a", "b", "c")
+    ]
+
+
+def test_a_command_drops_defaults_alone(tmp_path):
+    (run,) = gathered(tmp_path, a={"learning_rate": 0, "weight_decay": 0.0, "sizes": {"noise": 0.0}}).tasks
+    words = command(run).split()
+    assert words[words.index("--learning-rate") + 1] == "0" and words[words.index("--task-args") + 1] == "noise=0.0"
+    assert not {"--weight-decay", "--seed", "--start-from"} & set(words)
+
+
+ROW = {"from": 1, "to": 1, "perplexity": 3.0}
+ODD_FILES = [
+    *(
+        ("task.json", json.dumps(PLAIN | changes), message)
+        for changes, message in (
+            ({"sizes": {"length": "x"}}, "a length among the sizes that is no number"),
+            ({"sizes": {"length": True}}, "a length among the sizes that is no number"),
+            ({"sizes": {"length": [1]}}, "a length among the sizes that is no number"),
+            ({"sizes": {"bogus": {"a": 1}}}, "a bogus among the sizes that is no number"),
+            ({"sizes": {"length": 10**400}}, "a length among the sizes that is no number"),
+            ({"config": [1]}, "no config as"),
+            ({"curve": {"step": 1}}, "no curve as"),
+            ({"curve": [5]}, "no result that is a finite number"),
+            ({"curve": [{"accuracy": 0.5}]}, "a curve without steps"),
+            ({"curve": [{"step": -1, "accuracy": 0.5}]}, "a curve without steps"),
+            ({"curve": [{"step": 1, "accuracy": 0.5, "loss": "low"}]}, "a loss that is no finite number"),
+            ({"accuracy": 10**400}, "no result that is a finite number"),
+            ({"accuracy": math.nan}, "no result that is a finite number"),
+            ({"accuracy": 62.5}, "an accuracy above 1"),
+            ({"metric": "mse", "mse": 0.5}, "another metric than the task's, accuracy"),
+            ({"max_steps": 0}, "no max_steps that is an integer from 1"),
+            ({"max_steps": -5}, "no max_steps that is an integer from 1"),
+            ({"max_steps": 1e3}, "no max_steps that is an integer from 1"),
+            ({"batch_size": 10**30}, "no batch_size that is an integer from 1"),
+            ({"seed": True}, "no seed that is an integer from 0"),
+            ({"parameters": True}, "no parameters that is an integer from 1"),
+            ({"learning_rate": True}, "no learning_rate that is a number from 0"),
+            ({"learning_rate": math.inf}, "no learning_rate that is a number from 0"),
+            ({"learning_rate": -1}, "no learning_rate that is a number from 0"),
+            ({"weight_decay": math.nan}, "no weight_decay that is a number from 0"),
+            ({"start_from": 5}, "a start_from that is no path"),
+            ({"start_from": "a\0b"}, "a start_from that is no path"),
+            ({"config": {"x": "\ud800"}}, "task.json is not JSON"),
+        )
+    ),
+    ("task.json", "[" * 10**6, "task.json is not JSON"),
+    *(
+        ("perplexity.json", json.dumps({"perplexity": 3.0, "by_position": [ROW]} | changes), "perplexity.json is not")
+        for changes in (
+            {"by_position": [ROW | {"perplexity": 0}]}, {"by_position": [ROW | {"perplexity": -2.0}]},
+            {"by_position": [ROW | {"to": "9"}]}, {"by_position": [ROW | {"from": -9}]}, {"by_position": []},
+            {"by_position": [[1, 1, 3.0]]}, {"perplexity": 10**400}, {"perplexity": 0}, {"sequence_length": "x"},
+            {"sequence_length": 0},
+        )
+    ),
+    *(
+        ("lm-eval.json", json.dumps({"results": {"piqa": {"acc,none": 0.5}}, "configs": {"piqa": {}}} | changes), why)
+        for changes, why in (
+            ({"n-shot": 5}, "not the results of lm-eval"),
+            ({"results": {"piqa": 0.5}}, "not the results of lm-eval"),
+            ({"results": {"piqa": {"acc,none": 10**400}}}, "a number above"),
+        )
+    ),
+    ("metrics.jsonl", '{"step": "x", "loss": 1}', "no metrics.jsonl yet"),
+    ("metrics.jsonl", '{"step": 1, "loss": ' + "9" * 5000 + "}", "metrics.jsonl is not lines of JSON"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file, content, why", ODD_FILES)
+def test_one_odd_file_is_passed_over(tmp_path, file, content, why):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / file).write_text(content)
+    runs = gathered(tmp_path, sound={})
+    assert [run.name for run in runs.tasks] == ["sound"]
+    ((name, told),) = runs.passed_over
+    assert name == "odd" and why in told and "\n" not in told
+    assert sections(runs)
+
+
+def test_what_is_odd_but_hurts_nothing_is_shown(tmp_path):
+    runs = gathered(
+        tmp_path,
+        machine={"machine": {"threads": "many"}, "seconds": -1e999, "half_rate": 5, "device": None},
+        packages={"machine": {"threads": 1, "packages": 3, "cpu": None}, "seed": 1, "seconds": "long"},
+        config={"config": {"hidden_size": [1, 2], "num_hidden_layers": None, "_$a$": "|"}},
+        curve={"curve": [], "seed": 3, "sizes": {"length": 64}},
+        **{"a | _b_ $x$": {"max_steps": 5}},
+    )
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "metrics.jsonl").write_text('{"step": 1, "loss": "x"}\n{"step": 2, "loss": 1.5}\n[1]\n')
+    runs = gather([tmp_path])
+    assert runs.passed_over == [] and [run.metrics for run in runs.texts] == [[{"step": 1}, {"step": 2, "loss": 1.5}]]
+    output = tmp_path / "report.html"
+    write_report(runs, output)
+    assert "6 results" in output.read_text()
+
+
+def test_a_transition_that_cannot_be_shown_is_named(runs, tmp_path):
+    shutil.copytree(runs / "horizon", tmp_path / "horizon")
+    file = tmp_path / "horizon" / "task.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"sizes": {"length": 24, "numbers": 900}}))
+    found = gather([tmp_path])
+    _, task, *_ = sections(found)
+    assert not [part for part in task.parts if getattr(part, "name", "").startswith("transitions")]
+    assert "its model knows" in found.passed_over[0][1]
+
+
+def test_no_damage_ends_in_a_traceback(runs, tmp_path):
+    """Values of the files are put in place of one another, or of what is unlike all of them."""
+    rng = random.Random(0)
+    strange = [
+        None,
+        True,
+        -1,
+        0,
+        10**30,
+        1e308,
+        math.nan,
+        "",
+        "x" * 300,
+        "$\\frac{$",
+        [],
+        [[]],
+        {},
+        {"a": {}},
+        "\ud800",
+    ]
+
+    def damaged(value):
+        if rng.random() < 0.08 or not value or not isinstance(value, (dict, list)):
+            return rng.choice(strange) if rng.random() < 0.15 else value
+        if isinstance(value, dict):
+            return {name: damaged(one) for name, one in value.items()}
+        return [damaged(one) for one in value]
+
+    sources = [runs / "pendulum" / "task.json", runs / "horizon" / "task.json", runs / "text" / "perplexity.json"]
+    sources += [runs / "text" / "lm-eval.json"]
+    for number in range(40):
+        for source in sources:
+            folder = tmp_path / f"{source.parent.name}-{source.stem}-{number}"
+            folder.mkdir()
+            (folder / source.name).write_text(json.dumps(damaged(json.loads(source.read_text()))))
+    found = gather([tmp_path])
+    assert len(found.passed_over) > 40 and found.tasks and found.perplexities and found.evaluations
+    for section in sections(found):
+        assert page._html([section]) if not any(isinstance(part, Picture) for part in section.parts) else True
+        for part in section.parts:
+            if isinstance(part, Picture):
+                part.draw(Figure(part.size, layout="constrained"))
+
+
+def test_folders_of_any_name(tmp_path):
+    name = os.fsdecode(b"caf\xe9 | x")
+    try:
+        (tmp_path / name).mkdir()
+    except OSError:
+        pytest.skip("names are UTF-8 here")
+    (tmp_path / name / "task.json").write_text(json.dumps(PLAIN))
+    (tmp_path / os.fsdecode(b"\xe9")).mkdir()
+    (tmp_path / os.fsdecode(b"\xe9") / "task.json").write_text("{")
+    write_report(gather([tmp_path]), tmp_path / "r.md")
+    assert "caf" in (tmp_path / "r.md").read_text(encoding="utf-8")
+
+
+def test_what_stands_behind_plus_minus_is_said_once(tmp_path):
+    half_rates = [
+        {"accuracy": 0.5, "accuracy_without_rescaling": 0.2},
+        {"accuracy": 0.7, "accuracy_without_rescaling": 0},
+    ]
+    tones = {"task": "tones", "model_type": "s5"}
+    several = gathered(
+        tmp_path / "several",
+        a={}, b={"seed": 1},
+        **{f"tones-{seed}": tones | {"seed": seed, "half_rate": half_rates[seed]} for seed in (0, 1)},
+        **{"tones-long": tones | {"max_steps": 9, "half_rate": half_rates[0]}},
+    )  # fmt: skip
+    write_report(several, tmp_path / "several.md")
+    text = (tmp_path / "several.md").read_text()
+    assert text.count("standard deviation") == 1 and "± is the sample standard deviation over the seeds" in text
+    assert "| 60.00 ± 14.14 % | 10.00 ± 14.14 % |" in text and "| 50.00 % | 20.00 % |" in text
+    write_report(gathered(tmp_path / "one", a={}, b={"max_steps": 9}), tmp_path / "one.md")
+    assert "standard deviation" not in (tmp_path / "one.md").read_text()
+
+
+def test_markdown_shows_names_as_they_are(tmp_path):
+    output = tmp_path / "my tables (1) 50%.md"
+    write_report(gathered(tmp_path / "runs", **{"a &lt; b ~~c~~": {"start_from": "&amp;"}}), output)
+    text = output.read_text()
+    assert r"\&amp;" in text
+    links = re.findall(r"\]\((.*)\)", text)
+    assert links and not any(character in link for link in links for character in " ()")
+    assert all((tmp_path / unquote(link)).is_file() for link in links)
+
+
+def picture(name, color):
+    return Picture(name, name, lambda figure: figure.set_facecolor(color), (1, 1))
+
+
+@pytest.mark.parametrize("failing", ["drawing", "the page", "the pictures"])
+def test_a_page_and_its_pictures_are_replaced_together(tmp_path, monkeypatch, failing):
+    output, shown = tmp_path / "page.md", tmp_path / "page-pictures" / "a.png"
+    write_page([Section("Before", [picture("a", "red")])], output)
+    before = output.read_bytes(), shown.read_bytes()
+    second = Section("After", [picture("a", "blue")])
+    if failing == "drawing":
+        second.parts.append(Picture("b", "b", lambda figure: 1 / 0))
+    name = {"the page": "_markdown", "the pictures": "replacing_folder"}.get(failing)
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        if name:
+            patched.setattr(page, name, fail)
+        with pytest.raises((OSError, ZeroDivisionError)):
+            write_page([second], output)
+    assert (output.read_bytes(), shown.read_bytes()) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page-pictures", "page.md"]
+    write_page([Section("After", [picture("a", "blue")])], output)
+    assert output.read_bytes() != before[0] and shown.read_bytes() != before[1]
+
+
+def test_a_run_with_a_bar_in_its_name_stays_in_its_cell(tmp_path):
+    folder = tmp_path / "x | y"
+    folder.mkdir()
+    results = {"piqa": {"acc,none": 0.625}}
+    (folder / "lm-eval.json").write_text(json.dumps({"results": results, "configs": {"piqa": {}}, "n-shot": None}))
+    _, found = sections(gather([tmp_path]))
+    for table in found.parts:
+        (row,) = table.rows
+        assert len(row) == len(table.columns) and row[0] == "x | y"
+    assert found.parts[0].rows[0][1] == "62.50"
+
+
+def test_the_papers_digits(tmp_path):
+    _, *found = sections(gathered(tmp_path, a={}), with_papers=True)
+    (digits,) = (section for section in found if section.title == "Digits, pixel by pixel")
+    table = digits.parts[0]
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [(row["model"], row["accuracy"], row["the paper's"]) for row in rows] == [
+        ("S5", "not run", "99.65 %"), ("S5", "not run", "98.67 %"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sizes, value", [({}, "99.65 %"), ({"permutation": None}, "99.65 %"), ({"permutation": 0}, "98.67 %")]
+)
+def test_a_run_on_digits(tmp_path, sizes, value):
+    changes = {"task": "digits", "model_type": "s5"}
+    runs = gathered(
+        tmp_path,
+        a=changes | {"sizes": sizes | {"folder": "/data/mnist"}},
+        b=changes | {"sizes": sizes | {"folder": "/data/mnist"}, "seed": 1},
+        other=changes | {"sizes": sizes | {"folder": "/data/other"}},
+    )
+    rows, _ = section(runs)
+    assert sorted((row["seeds"], row["the paper's"]) for row in rows) == [("1", value), ("2", value)]
+    assert {row["task's sizes"] for row in rows} == {"permutation 0" if sizes.get("permutation") == 0 else ""}
+    assert "folder=/data/mnist" in command(runs.tasks[0]) and "null" not in command(runs.tasks[0])

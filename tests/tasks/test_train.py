@@ -248,6 +248,17 @@ def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
+        *(
+            (["--task", "listops", flag, value], f"{flag}: must be ")
+            for flag, values in {
+                "--learning-rate": ("0", "0.0", "-0.0", "-1e-3", "nan", "inf", "1e999"),
+                "--weight-decay": ("-0.1", "nan", "inf"),
+            }.items()
+            for value in values
+        ),
+        (["--task", "listops", "--learning-rate", "fast"], "--learning-rate: invalid float value: 'fast'"),
+        (["--task", "listops", "--max-steps", "0"], "--max-steps: must be at least 1"),
+        (["--task", "listops", "--seed", "-1"], "--seed"),
         (["--task", "listop"], "--task listop: cannot be trained on here; the nearest valid one is listops"),
         (["--task", "pendulum", "--model-type", "mingru"], "--model-type mingru: pendulum is read as numbers"),
         (["--task", "pendulum", "--config-overrides", "input_size=3"], "input_size is not a field"),
