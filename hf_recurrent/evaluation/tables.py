@@ -47,7 +47,8 @@ def paper_cells(results: dict) -> tuple[list[str], list[str]]:
 def paper_table(results: dict) -> str:
     """What `paper_cells` gives, in Markdown."""
     titles, cells = paper_cells(results)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), cells))
+    rows = (titles, ["---"] * len(titles), [cell.replace("|", "\\|") for cell in cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _entries(results: dict, task: str) -> list[EvalResult]:

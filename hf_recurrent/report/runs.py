@@ -88,18 +88,24 @@ class TaskRun:
         """Equal for runs that differ in their seeds alone: their own, and those of the runs that they began with."""
         return _training(self.chain)
 
-    @property
-    def beginning(self) -> str:
-        """As `training`, of what it began with."""
-        return json.dumps(_given(self)) if self.earlier is None else _training(self.chain[1:])
+    def alike_but_for(self, quantity: str) -> str:
+        """Equal for runs that differ in their seeds, and in this size or field alone, wherever it occurs."""
+        return _training(self.chain, quantity)
 
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(run.result["seed"] for run in self.chain)
 
 
-def _training(chain: list[TaskRun]) -> str:
-    of_each = [[[run.result[name] for name in ALIKE], run.result["parameters"], run.sizes, run.config] for run in chain]
+def _training(chain: list[TaskRun], without: str | None = None) -> str:
+    of_each = [
+        [
+            [run.result[name] for name in ALIKE],
+            run.result["parameters"] if without is None else None,
+            *({name: value for name, value in kind.items() if name != without} for kind in (run.sizes, run.config)),
+        ]
+        for run in chain
+    ]
     return json.dumps([of_each, _given(chain[-1])], sort_keys=True)
 
 

@@ -13,7 +13,7 @@ from ..messages import counted, first_line
 from ..training.curves import DEFAULT
 from . import papers, pictures
 from .page import Code, Picture, Section, Table
-from .runs import ALIKE, Measured, Runs, TaskRun, TextRun, is_number, metric_of
+from .runs import Measured, Runs, TaskRun, TextRun, is_number, metric_of
 
 TITLES = {
     "selective_copying": "Selective copying",
@@ -211,14 +211,12 @@ def _sweeps(task: str, found: list[Group]) -> list[Picture]:
         for group in found:
             if group.quantity(quantity) is None:
                 continue
-            run = group.runs[0]
-            kinds = [{k: v for k, v in kind.items() if k != quantity} for kind in (run.sizes, run.config)]
-            key = json.dumps([*(run.result[name] for name in ALIKE), run.beginning, *kinds], sort_keys=True)
-            lines.setdefault(key, []).append(group)
+            lines.setdefault(group.runs[0].alike_but_for(quantity), []).append(group)
         kept = [line for line in lines.values() if len({group.quantity(quantity) for group in line}) > 1]
         if not kept:
             continue
-        heads = _labelled([line[0] for line in kept], (quantity,))
+        # What lines began with was of several lengths or widths, too.
+        heads = _labelled([line[0] for line in kept], (quantity, "after"))
         panels[quantity] = {
             label: [(group.quantity(quantity), group.mean, group.deviation) for group in line]
             for label, line in zip(heads, kept, strict=True)

@@ -385,6 +385,7 @@ def test_the_papers_group_and_table(tmp_path):
     assert header.count("|") == row.count("|") == 13
     assert [f"| {' | '.join(cells)} |" for cells in paper_cells(results)] == [header, row]
     assert row == "| tiny |" + " 50.00 |" * 9 + " 12.25 | – |"
+    assert paper_table(results | {"config": {"model": "a|b"}}).splitlines()[2].startswith("| a\\|b | 50.00 |")
     del results["results"]["boolq"]
     assert paper_table(results).splitlines()[2] == "| tiny |" + " 50.00 |" * 7 + " – | – | 12.25 | – |"
     (entry,) = model_index(results, "tiny")[0]["results"]

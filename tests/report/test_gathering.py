@@ -9,14 +9,12 @@ import re
 import shlex
 import shutil
 from statistics import stdev
-from urllib.parse import unquote
 
 import pytest
 from matplotlib.figure import Figure
 
 from hf_recurrent import cli
-from hf_recurrent.report import gather, page, pictures, write_report
-from hf_recurrent.report.page import Picture, Section, write_page
+from hf_recurrent.report import gather, pictures, write_report
 from hf_recurrent.report.sections import command, groups, sections
 from hf_recurrent.tasks.settings import TaskTraining
 from hf_recurrent.tasks.train import train_task
@@ -328,6 +326,20 @@ def test_a_curriculum_with_several_seeds_is_one_row(tmp_path, place):
         assert found == [(steps, "2") for steps in after]
 
 
+def test_a_sweep_over_curricula(tmp_path):
+    """What the lines began with differs in the same quantity."""
+    runs = {}
+    for layers in (1, 3):
+        config = {"hidden_size": 8, "num_hidden_layers": layers}
+        runs[f"base-{layers}"] = {"config": config, "parameters": layers}
+        runs[f"next-{layers}"] = {"config": config, "parameters": layers, "max_steps": 30, "sizes": {"length": 999}}
+        runs[f"next-{layers}"]["start_from"] = str(tmp_path / f"base-{layers}")
+    _, pictures = section(gathered(tmp_path, **runs))
+    figure = Figure((6, 4), layout="constrained")
+    pictures["associative_recall-sizes"].draw(figure)
+    assert [list(line.get_xdata()) for line in figure.axes[0].lines] == [[1, 3], [1, 3]]
+
+
 def test_the_same_seed_after_starts_of_other_seeds_is_no_copy(tmp_path):
     starts = {f"base-{seed}": {"max_steps": 20, "seed": seed} for seed in (5, 6)}
     after = {f"after-{seed}": {"start_from": f"elsewhere/base-{seed}"} for seed in (5, 6)}
@@ -520,11 +532,7 @@ def test_no_damage_ends_in_a_traceback(runs, tmp_path):
             (folder / source.name).write_text(json.dumps(damaged(json.loads(source.read_text()))))
     found = gather([tmp_path])
     assert len(found.passed_over) > 40 and found.tasks and found.perplexities and found.evaluations
-    for section in sections(found):
-        assert page._html([section]) if not any(isinstance(part, Picture) for part in section.parts) else True
-        for part in section.parts:
-            if isinstance(part, Picture):
-                part.draw(Figure(part.size, layout="constrained"))
+    write_report(found, tmp_path / "report.html")
 
 
 def test_folders_of_any_name(tmp_path):
@@ -558,44 +566,6 @@ def test_what_stands_behind_plus_minus_is_said_once(tmp_path):
     assert "| 60.00 ± 14.14 % | 10.00 ± 14.14 % |" in text and "| 50.00 % | 20.00 % |" in text
     write_report(gathered(tmp_path / "one", a={}, b={"max_steps": 9}), tmp_path / "one.md")
     assert "standard deviation" not in (tmp_path / "one.md").read_text()
-
-
-def test_markdown_shows_names_as_they_are(tmp_path):
-    output = tmp_path / "my tables (1) 50%.md"
-    write_report(gathered(tmp_path / "runs", **{"a &lt; b ~~c~~": {"start_from": "&amp;"}}), output)
-    text = output.read_text()
-    assert r"\&amp;" in text
-    links = re.findall(r"\]\((.*)\)", text)
-    assert links and not any(character in link for link in links for character in " ()")
-    assert all((tmp_path / unquote(link)).is_file() for link in links)
-
-
-def picture(name, color):
-    return Picture(name, name, lambda figure: figure.set_facecolor(color), (1, 1))
-
-
-@pytest.mark.parametrize("failing", ["drawing", "the page", "the pictures"])
-def test_a_page_and_its_pictures_are_replaced_together(tmp_path, monkeypatch, failing):
-    output, shown = tmp_path / "page.md", tmp_path / "page-pictures" / "a.png"
-    write_page([Section("Before", [picture("a", "red")])], output)
-    before = output.read_bytes(), shown.read_bytes()
-    second = Section("After", [picture("a", "blue")])
-    if failing == "drawing":
-        second.parts.append(Picture("b", "b", lambda figure: 1 / 0))
-    name = {"the page": "_markdown", "the pictures": "replacing_folder"}.get(failing)
-
-    def fail(*_):
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patched:
-        if name:
-            patched.setattr(page, name, fail)
-        with pytest.raises((OSError, ZeroDivisionError)):
-            write_page([second], output)
-    assert (output.read_bytes(), shown.read_bytes()) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page-pictures", "page.md"]
-    write_page([Section("After", [picture("a", "blue")])], output)
-    assert output.read_bytes() != before[0] and shown.read_bytes() != before[1]
 
 
 def test_a_run_with_a_bar_in_its_name_stays_in_its_cell(tmp_path):

@@ -96,7 +96,7 @@ def test_no_two_lines_look_alike(number):
         pictures.extrapolation(measured, {}),
         pictures.sweep(panels, "accuracy", {}),
     ):
-        lines = [line for line in drawn(draw).axes[0].lines if line.get_linestyle() != "None"]
+        lines = [line for line in drawn(draw, (9, 20)).axes[0].lines if line.get_linestyle() != "None"]
         looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
         assert len(looks) == len(lines) == number
 

@@ -249,7 +249,7 @@ def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
     "flags, message",
     [
         *(
-            (["--task", "listops", flag, value], f"{flag}: must be ")
+            (["--task", "listops", f"{flag}={value}"], f"{flag}: must be ")
             for flag, values in {
                 "--learning-rate": ("0", "0.0", "-0.0", "-1e-3", "nan", "inf", "1e999"),
                 "--weight-decay": ("-0.1", "nan", "inf"),
