@@ -2,17 +2,16 @@
 
 import argparse
 import logging
-import os
 import sys
 import warnings
 from pathlib import Path
 
 from .parser import (
-    CommandLineError,
     Parser,
     add_model_flags,
     add_output_folder,
     check_output_folder,
+    in_one_process,
     load_model_and_tokenizer,
     number,
 )
@@ -81,11 +80,8 @@ examples:
 
 def run(argv: list[str]) -> int:
     args = _parser().parse(argv)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise CommandLineError(
-            f"evaluate lm runs in one process, got {os.environ['WORLD_SIZE']} of a launcher; lm-eval's own command "
-            "line runs in several: python -m hf_recurrent.evaluation --model hf_recurrent"
-        )
+    several = "python -m hf_recurrent.evaluation --model hf_recurrent"
+    in_one_process("evaluate lm runs", f"; lm-eval's own command line runs in several: {several}")
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError:

@@ -93,6 +93,15 @@ def number(kind: type, low: float, high: float = LARGEST):
     return convert
 
 
+def in_one_process(what: str, instead: str = "") -> None:
+    """
+    Raises:
+        CommandLineError: a launcher has started several processes of a command that is for one.
+    """
+    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise CommandLineError(f"{what} in one process, got {processes} of a launcher{instead}")
+
+
 def _size(text: str) -> str:
     if not re.fullmatch(r"[1-9]\d*[KMGT]i?B", text):
         raise argparse.ArgumentTypeError(f"must be a size such as 500MB or 5GB, got {text}")

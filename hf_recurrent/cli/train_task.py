@@ -1,10 +1,9 @@
 """`hf-recurrent train --task`: train on one of the papers' generated tasks."""
 
 import argparse
-import os
 import signal
 
-from .parser import CommandLineError, Parser, no_bars_for_files, number
+from .parser import CommandLineError, Parser, in_one_process, no_bars_for_files, number
 
 
 def _rate(text: str) -> float:
@@ -77,8 +76,7 @@ def _said(metric: str, value: float) -> str:
 
 def run(argv: list[str]) -> int:
     args = _parser().parse(argv)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise CommandLineError(f"--task trains in one process, got {os.environ['WORLD_SIZE']} of a launcher")
+    in_one_process("--task trains")
 
     import torch
     from tqdm import tqdm

@@ -10,9 +10,9 @@ import yaml
 
 from ..files import UNFINISHED
 from ..messages import first_line
-from ..tasks import arguments
+from ..tasks import defaults
 from ..tasks.checkpoints import SETTINGS
-from ..tasks.settings import PEERS, TRAINABLE
+from ..tasks.settings import PEERS, TRAINABLE, metric_of
 from ..training.curves import short_names
 from ..training.folder import ARGUMENTS, METRICS, WEIGHTS, RunFolder
 from ..training.model import families
@@ -36,11 +36,6 @@ DEFAULT_CONFIG = {"hidden_size": 64, "num_hidden_layers": 2}
 
 class Unreadable(ValueError):
     """A file is not what its name says; the message is one line."""
-
-
-def metric_of(task: str) -> str:
-    """What is measured on a task."""
-    return "mse" if task == "pendulum" else "accuracy"
 
 
 @dataclass(eq=False)
@@ -77,7 +72,7 @@ class TaskRun:
     @property
     def sizes(self) -> dict:
         """The arguments of the task's function, those that were not given too."""
-        return _defaults(self.result["task"]) | self.result["sizes"]
+        return defaults(self.result["task"]) | self.result["sizes"]
 
     @property
     def config(self) -> dict:
@@ -112,11 +107,6 @@ def _training(chain: list[TaskRun], without: str | None = None) -> str:
 def _given(run: TaskRun) -> str | None:
     start = run.result.get("start_from")
     return None if start is None else str(Path(start))
-
-
-def _defaults(task: str) -> dict:
-    """The arguments of a task's function that need not be given."""
-    return {name: argument.default for name, argument in arguments(task).items()}
 
 
 @dataclass
@@ -288,9 +278,9 @@ def _check_sizes(result: dict) -> None:
     Raises:
         Unreadable: one is not of the kind of its default.
     """
-    defaults = _defaults(result["task"])
+    usual = defaults(result["task"])
     for name, value in result["sizes"].items():
-        if not is_number(value) and (is_number(defaults.get(name)) or not (value is None or isinstance(value, str))):
+        if not is_number(value) and (is_number(usual.get(name)) or not (value is None or isinstance(value, str))):
             raise Unreadable(f"{TASK} has a {name} among the sizes that is no number")
 
 

@@ -10,10 +10,11 @@ from .. import __version__
 from ..evaluation.tables import PAPER_TASKS, paper_cells
 from ..hub.card import NAMES
 from ..messages import counted, first_line
+from ..tasks.settings import metric_of
 from ..training.curves import DEFAULT
 from . import papers, pictures
 from .page import Code, Picture, Section, Table
-from .runs import Measured, Runs, TaskRun, TextRun, is_number, metric_of
+from .runs import Measured, Runs, TaskRun, TextRun, is_number
 
 TITLES = {
     "selective_copying": "Selective copying",

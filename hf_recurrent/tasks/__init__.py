@@ -50,6 +50,11 @@ def arguments(name: str) -> dict[str, inspect.Parameter]:
     return {argument: p for argument, p in list(parameters)[2:] if p.kind is not p.KEYWORD_ONLY}
 
 
+def defaults(name: str) -> dict[str, object]:
+    """These arguments where they are not given."""
+    return {argument: parameter.default for argument, parameter in arguments(name).items()}
+
+
 def generate(name: str, number: int, seed: int = 0, split: str = "train", **sizes) -> dict[str, np.ndarray]:
     """
     Args:
@@ -85,8 +90,8 @@ def generate(name: str, number: int, seed: int = 0, split: str = "train", **size
             raise ValueError(f"{argument} must be an integer, got {value!r}")
         if value < least:
             raise ValueError(f"{argument} must be at least {least}, got {value}")
-    # Digits are divided into splits; of what is made up there is enough for all.
-    divided = {"split": split} if name == "digits" else {}
+    # What is read from files is divided into splits; of what is made up there is enough for all.
+    divided = {"split": split} if "split" in inspect.signature(TASKS[name]).parameters else {}
     return TASKS[name](np.random.default_rng([seed, SPLITS.index(split)]), number, **sizes, **divided)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-SHARES = (0.8, 0.1, 0.1)  # of the test digits, where the training digits are not there
-VALIDATION = 1 / 12  # of the training digits
+# Where each split begins and ends, as shares of the files that it is in.
+OF_ALL = {"train": (0, 11 / 12), "validation": (11 / 12, 1), "test": (0, 1)}
+OF_TEST_DIGITS = {"train": (0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1)}  # the training digits are not there
 
 
 def digits(images: np.ndarray, classes: np.ndarray, permutation_seed: int | None = None) -> dict[str, np.ndarray]:
@@ -104,12 +105,7 @@ def read_idx(file: str | Path) -> np.ndarray:
 def _split(folder: str, split: str) -> tuple[np.ndarray, np.ndarray]:
     whole = _found(folder, "train-images") is not None
     images, classes = _read(str(Path(folder).resolve()), "train" if whole and split != "test" else "t10k")
-    if not whole:
-        ends = np.cumsum([0, *SHARES]) * len(images)
-        first, last = (round(end) for end in ends[["train", "validation", "test"].index(split) :][:2])
-    else:
-        kept = len(images) - round(VALIDATION * len(images))
-        first, last = {"train": (0, kept), "validation": (kept, len(images)), "test": (0, len(images))}[split]
+    first, last = (round(share * len(images)) for share in (OF_ALL if whole else OF_TEST_DIGITS)[split])
     return images[first:last], classes[first:last]
 
 

@@ -1,7 +1,6 @@
 """What is trained on a generated task: the task's sizes, the model that suits it, the optimiser's settings."""
 
 import dataclasses
-import inspect
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +16,7 @@ from transformers import (
 
 from ..messages import nearest
 from ..training.model import families, load_model
-from . import TASKS, generate
+from . import defaults, generate
 from .listops import VOCABULARY
 
 TOKEN_TASKS = ("selective_copying", "associative_recall", "memory_horizon", "induction_heads")
@@ -25,6 +24,12 @@ PREDEFINED = {field.name for field in dataclasses.fields(PreTrainedConfig)}  # o
 PEERS = {"mamba": MambaConfig}  # Transformers' own models, to compare with on tasks of tokens
 SIGNAL_TASKS = ("pendulum", "tones", "pathfinder", "digits")  # are read as numbers, which S5 alone takes
 TRAINABLE = (*TOKEN_TASKS, "listops", *SIGNAL_TASKS)
+
+
+def metric_of(task: str) -> str:
+    """What is measured on a task: "accuracy", the share of labels that are predicted, or "mse", the mean squared
+    error."""
+    return "mse" if task == "pendulum" else "accuracy"
 
 
 def half_rate(sizes: dict) -> dict:
@@ -122,12 +127,12 @@ class TaskTraining:
 
     @property
     def metric(self) -> str:
-        """What is measured: "accuracy", the share of labels that are predicted, or "mse", the mean squared error."""
-        return "mse" if self.task == "pendulum" else "accuracy"
+        """As `metric_of` says."""
+        return metric_of(self.task)
 
     def _head(self) -> tuple[type, dict]:
         """The Auto class, and what the task says of the configuration: the sizes of inputs and outputs."""
-        sizes = {name: p.default for name, p in inspect.signature(TASKS[self.task]).parameters.items()} | self.sizes
+        sizes = defaults(self.task) | self.sizes
         if self.task == "pendulum":
             # A unit of time is the grid's interval, so that S5's steps suit it as they suit samples of a signal.
             numbers = {"num_labels": 2, "problem_type": "regression", "step_rescale": sizes["grid"] / sizes["duration"]}
