@@ -102,6 +102,9 @@ def _empty(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 def _run(backwards: bool, q, k, v, a, flags, reverse, y, state, start, initial, grad_y, *grads: int) -> None:
     """Tensors, but for the addresses of y and the gradients, and the description of grad_y."""
     threads = cpu.threads_for(_WORK * q.numel() * v.shape[3])
+    if a.shape[3] != 1 and a.stride(3) == 0:  # which is how the kernels are told of one transition for all rows
+        a = a.contiguous()
+    a = a.expand(q.shape)
     described = (number for tensor in (q, k, v, a) for number in cpu.describe(tensor))
     fields = (
         *q.shape, v.shape[3], reverse, threads, cpu.pointer(flags), *described, y,
@@ -112,9 +115,9 @@ def _run(backwards: bool, q, k, v, a, flags, reverse, y, state, start, initial, 
 
 
 def _forward(inputs, states, flags, reverse, backend, final: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    if backend == "cuda":
-        return gateloop_heads_cuda.forward(*inputs, *states, flags, reverse, final)
     q, k, v, a = inputs
+    if backend == "cuda":
+        return gateloop_heads_cuda.forward(q, k, v, a.expand(q.shape), *states, flags, reverse, final)
     initial, start = (None if x is None else x.contiguous() for x in states)
     y, state = _empty(*inputs)
     if final is not None:
@@ -131,9 +134,12 @@ def _forward(inputs, states, flags, reverse, backend, final: Tensor | None = Non
 
 
 def _backward(inputs, states, flags, grad_y, grad_final, reverse, backend) -> tuple[Tensor, ...]:
-    if backend == "cuda":
-        return gateloop_heads_cuda.backward(*inputs, *states, flags, grad_y, grad_final, reverse)
     q, k, v, a = inputs
+    if backend == "cuda":
+        *grads, grad_a, grad_state, grad_start = gateloop_heads_cuda.backward(
+            q, k, v, a.expand(q.shape), *states, flags, grad_y, grad_final, reverse
+        )
+        return *grads, grad_a.sum_to_size(a.shape), grad_state, grad_start
     initial, start = (None if x is None else x.contiguous() for x in states)
     state = grad_final.clone(memory_format=torch.contiguous_format)
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
@@ -235,7 +241,9 @@ def gateloop_heads_scan(
             reverse=reverse, backend=backend, update_state=update_state,
         )  # fmt: skip
         return y, initial_state if update_state else final
-    a = a.expand(q.shape)
+    if a.shape[3] != 1 and a.stride(3) == 0:  # all rows of a head share it: the kernels sum its gradient
+        a = a[..., :1]
+    a = a.expand(*q.shape[:3], -1)
     flags, start = step_flags(mask, reset, reverse), as_state(reset_state, state_dtype)
     if update_state:
         y = torch.ops.hf_recurrent.gateloop_heads_(q, k, v, a, initial_state, start, flags, reverse, backend)
@@ -254,7 +262,7 @@ def gateloop_heads_scan(
         check_split(state, reverse)
 
         def kept(inputs):
-            return split.kept_state(inputs[3].flatten(2), q.shape[1], mask, reset).view(*shape[:3], 1)
+            return split.kept_state(inputs[3].expand(q.shape).flatten(2), q.shape[1], mask, reset).view(*shape[:3], 1)
 
         return split.scan(group, run, kept, inputs)
     return run(inputs, state)

@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_recurrent.scan import gateloop_heads_scan
 
-# (batch, length, heads, d_k, d_v): every size of a head, odd lengths, more and fewer heads than a vector has lanes
+# (batch, length, heads, d_k, d_v): every size of a head, odd lengths, more and fewer heads than a vector has lanes;
+# then heads that fill vectors, whose numbers the CPU's kernels turn where they lie, and some that need a few zeros
 SHAPES = [
     (1, 1, 1, 1, 1), (2, 7, 3, 1, 1), (2, 33, 3, 2, 2), (3, 2, 1, 4, 4), (1, 1000, 3, 4, 4), (2, 33, 40, 8, 8),
     (2, 7, 3, 3, 5), (1, 33, 17, 5, 3), (1, 33, 3, 16, 16), (1, 7, 1, 16, 16), (1, 33, 1, 3, 37), (2, 1, 20, 8, 8),
+    (2, 33, 16, 8, 8), (1, 7, 12, 64, 64), (1, 18, 32, 16, 32), (1, 5, 16, 12, 24), (1, 5, 16, 2, 4), (1, 3, 48, 1, 2),
 ]  # fmt: skip
 
 
@@ -98,6 +100,8 @@ def test_against_the_loop(shape, complex_state):
 )
 def test_dtypes(dtype, complex_state):
     compare(inputs_for(2, 33, 3, 5, 6, dtype, complex_state), "cpu")
+    compare(inputs_for(1, 33, 16, 8, 8, dtype, complex_state), "cpu")
+    compare(inputs_for(1, 17, 12, 16, 32, dtype, complex_state, shared=(3,)), "cpu")
 
 
 def test_mixed_dtypes():
@@ -187,6 +191,26 @@ def test_strided_inputs():
         gateloop_heads_scan(q, k, v, a.conj().resolve_conj().conj(), state.conj().resolve_conj().conj()),
     ):
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_one_transition_for_all_rows():
+    """Of size 1, or expanded by the caller, with gradients in the shape given; also for the operator itself."""
+    q, k, v, a, state = inputs_for(2, 18, 16, 8, 4, torch.float32, shared=(3,))
+    a.requires_grad_()
+    expanded = a.expand(q.shape)
+    full = expanded.detach().clone().requires_grad_()
+    grads = []
+    for given, leaf in ((a, a), (expanded, a), (expanded.detach().requires_grad_(), None), (full, full)):
+        y, final = gateloop_heads_scan(q, k, v, given, state, backend="cpu")
+        grads.append(torch.autograd.grad(y.sum() + final.abs().sum(), given if leaf is None else leaf)[0])
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+    for of_rows in grads[2:]:
+        torch.testing.assert_close(of_rows.sum(-1, keepdim=True), grads[0], rtol=1e-4, atol=1e-4)
+    operator = torch.ops.hf_recurrent.gateloop_heads
+    by_operator = expanded.detach().requires_grad_()
+    y, final = operator(q, k, v, by_operator, state, None, None, False, "cpu")
+    grad = torch.autograd.grad(y.sum() + final.abs().sum(), by_operator)[0]
+    torch.testing.assert_close(grad, grads[3], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["chunked", "cpu"])

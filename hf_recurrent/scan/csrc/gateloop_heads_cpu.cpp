@@ -1,8 +1,8 @@
 // GateLoop's loops for CPUs where a head has d_k x d_v states. All states of a row r and column c of a head are driven by
 // a_r, k_r, q_r and v_c, so a vector holds the same (r, c) of several heads: its lanes need nothing of each other, forward or
 // backward. Where the heads are fewer than the lanes, each one's columns are dealt out to several. A tile of positions is
-// first turned so that lanes lie side by side (that costs 1 / d_v of the work on the states), then each row and a few
-// columns of it walk the tile with their states in registers. Nothing of the size batch x length x heads x d_k x d_v is ever
+// first turned so that lanes lie side by side (half an instruction for a number, where a state takes six), then a few columns
+// of each row walk the tile with their states in registers. Nothing of the size batch x length x heads x d_k x d_v is ever
 // written: the backward pass recomputes the states from checkpoints about every sqrt(length) positions.
 #include <stdint.h>
 #include <string.h>
@@ -11,39 +11,16 @@
 #include <vector>
 
 #include "cells.h"
+#include "convert_cpu.h"
+#include "independent.h"
 #include "lanes.h"
+#include "lines.h"
 
 namespace {
 
 using namespace hfr;
 
-constexpr int64_t kTile = 16;   // positions
-constexpr int64_t kColumns = 4;  // whose states are in registers at once
-
-// Four neighbouring numbers of each of four lanes, to four vectors of the lanes, `stride` apart.
-template <class Real>
-struct Four {
-  typedef Real type __attribute__((vector_size(4 * sizeof(Real))));
-  typedef std::conditional_t<sizeof(Real) == 4, int32_t, int64_t> Index;
-  typedef Index Indices __attribute__((vector_size(4 * sizeof(Real))));
-
-  template <int i, int j, int k, int l>
-  static type pick(type x, type y) {
-#ifdef __clang__
-    return __builtin_shufflevector(x, y, i, j, k, l);
-#else
-    return __builtin_shuffle(x, y, Indices{i, j, k, l});
-#endif
-  }
-
-  static void turn(const type (&x)[4], Real* to, int64_t stride) {
-    const type low = pick<0, 4, 1, 5>(x[0], x[1]), low2 = pick<0, 4, 1, 5>(x[2], x[3]);
-    const type high = pick<2, 6, 3, 7>(x[0], x[1]), high2 = pick<2, 6, 3, 7>(x[2], x[3]);
-    const type y[4] = {pick<0, 1, 4, 5>(low, low2), pick<2, 3, 6, 7>(low, low2), pick<0, 1, 4, 5>(high, high2),
-                       pick<2, 3, 6, 7>(high, high2)};
-    for (int i = 0; i < 4; ++i) memcpy(to + i * stride, &y[i], sizeof y[i]);
-  }
-};
+constexpr int64_t kTile = 16;  // positions
 
 struct Tensor {
   char* data;
@@ -55,17 +32,17 @@ struct Problem {
   int64_t reverse, threads;
   const uint8_t* flags;  // (batch, length) contiguous, or null
   Tensor q, k, v;        // (batch, length, heads, rows or columns)
-  Tensor a;              // (batch, length, heads, rows), in the state type
+  Tensor a;              // (batch, length, heads, rows), in the state type; a stride of 0 between the rows: 1 row
   char* y;               // forward: (batch, length, heads, columns) contiguous
   char* state;           // (batch, heads, rows, columns): in H_{-1}, out the last state; backward: their gradients
   const char* start;     // (heads, rows, columns), what documents start from, or null
   const char* initial;   // backward: H_{-1}, or null
   Tensor grad_y;         // backward: (batch, length, heads, columns)
-  char *grad_q, *grad_k, *grad_v, *grad_a;  // backward: contiguous, grad_a in the state type
+  char *grad_q, *grad_k, *grad_v, *grad_a;  // backward: contiguous, grad_a in the state type and with as many rows as a
   char* grad_start;                         // backward: (batch, heads, rows, columns), or null
 };
 
-// T: what q, k and v hold. Turned arrays are (..., parts of a number, lanes).
+// T: what q, k and v hold. Turned arrays are (rows or columns, positions, parts of a number, lanes).
 template <class T, bool is_complex>
 struct Block {
   using Real = typename StateOf<T>::type;
@@ -74,16 +51,20 @@ struct Block {
   using Number = std::conditional_t<is_complex, Complex<Real>, Real>;
   using Cell = HeadCell<State, Lanes>;
   static constexpr int64_t kLanes = kBytes / sizeof(Real), kState = is_complex ? 2 * kLanes : kLanes;
+  static constexpr int kColumns = 4, kColumnsBack = is_complex ? 2 : 4;  // whose states are in registers at once
 
   const Problem& p;
   const int64_t b, first, parts;  // the row of the batch; the first head here; lanes to a head
   const int64_t rows, columns;    // columns: to a lane
+  const int64_t a_rows;           // 1 where all rows of a head have the same transition
   int64_t count = 0;              // positions of the tile
+  int64_t next = -1;              // the first step of the tile after it, or -1
   int64_t heads_[kLanes], columns_[kLanes];  // of each lane: its head, and how many columns it has
-  int64_t full_rows, full_columns;           // the first so many lanes, a multiple of four, have all of theirs
   std::vector<Real> memory;
   std::vector<uint8_t> flags;
-  Real *a, *k, *q, *v, *start;  // (count, rows), (count, columns); (rows, columns)
+  int64_t apart;                // what a position's number of one row, or column, is from that of the next
+  Real *a, *k, *q, *v, *start;  // (a_rows, apart), (rows, apart), (columns, apart); (rows, columns)
+  Real* staged;                 // a position's numbers of each lane, side by side
 
   Block(const Problem& problem, int64_t batch_row, int64_t block, int64_t parts_of_a_head)
       : p(problem),
@@ -91,30 +72,36 @@ struct Block {
         first(block * (kLanes / parts_of_a_head)),
         parts(parts_of_a_head),
         rows(problem.rows),
-        columns((problem.columns + parts_of_a_head - 1) / parts_of_a_head) {
+        columns((problem.columns + parts_of_a_head - 1) / parts_of_a_head),
+        a_rows(problem.a.stride[3] ? rows : 1) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       heads_[lane] = first + lane / parts;
       const int64_t left = p.columns - first_column(lane);
       columns_[lane] = head(lane) >= p.heads || left < 0 ? 0 : left < columns ? left : columns;
     }
-    full_rows = full_lanes(false), full_columns = full_lanes(true);
   }
 
   // ---- memory --------------------------------------------------------------------------------------------------------
 
   int64_t state_size() const { return rows * columns * kState; }
 
+  // Odd, so that what lies side by side in a tensor is not all in one set of a cache.
+  static int64_t apart_of(int64_t positions) { return positions | 1; }
+
   // Room for tiles of `positions` and `more` numbers, whose address is returned.
   Real* reserve(int64_t positions, int64_t more) {
-    const int64_t of_rows = positions * rows * kLanes, of_columns = positions * columns * kLanes;
+    apart = apart_of(positions);
+    const int64_t of_rows = rows * apart * kLanes, of_columns = columns * apart * kLanes, of_a = a_rows * apart * kState;
     flags.resize(positions);
-    memory.resize(of_rows / kLanes * kState + 2 * of_rows + of_columns + state_size() + more + kLanes);
+    memory.resize(of_a + 2 * of_rows + of_columns + state_size() + more + kLanes +
+                  kLanes * padded(2 * (rows > columns ? rows : columns)));
     const uintptr_t misaligned = reinterpret_cast<uintptr_t>(memory.data()) % kBytes;
     a = memory.data() + (misaligned ? kBytes - misaligned : 0) / sizeof(Real);
-    k = a + of_rows / kLanes * kState;
+    k = a + of_a;
     q = k + of_rows;
     v = q + of_rows;
     start = v + of_columns;
+    staged = start + state_size() + more;
     gather(p.start, 0, start);
     return start + state_size();
   }
@@ -158,149 +145,240 @@ struct Block {
       }
   }
 
+  // Of the `all` that a lane has of each row, or column, at a position.
+  int64_t numbers_of(int64_t lane, bool is_columns, int64_t all) const {
+    return is_columns ? columns_of(lane) : head(lane) < p.heads ? all : 0;
+  }
+
+  // The numbers of the lanes, n of each, where they lie side by side, or `padded` of each in `staged`: as many as are turned at
+  // once (below), or a multiple of the lanes.
+  static int64_t padded(int64_t n) {
+    int64_t width = 1;
+    while (width < n && width < kLanes) width *= 2;
+    return (n + width - 1) / width * width;
+  }
+
+  // Whether n numbers of all lanes can be turned where they are: as many as there are lanes, or lanes that lie side by side.
+  static bool in_place(int64_t n, bool beside) { return n == padded(n) && (n % kLanes == 0 || beside); }
+
+  static void widen_lanes(const Real* from, Lanes& x) { x = lanes(from); }
+  static void widen_lanes(const BFloat16* from, Lanes& x) {
+    typename Vector<Real>::Halves halves;
+    memcpy(&halves, from, sizeof halves);
+    const auto words = __builtin_convertvector(halves, typename Vector<Real>::Words) << 16;
+    memcpy(&x, &words, sizeof x);
+  }
+  static void widen_lanes(const Float16* from, Lanes& x) {
+    Real wide[kLanes];
+    widen(from, wide, kLanes);
+    x = lanes(wide);
+  }
+
+  // The place of number i of a position, `size` of which make one of the tensor's.
+  template <int size>
+  int64_t place(int64_t i) const { return (i / size * size * apart + i % size) * kLanes; }
+
+  // From n numbers of each lane, the first of which is at its place, to n vectors of the lanes, `width` at a time; and back.
+  template <int width, int size, class S>
+  void turn(const S* from, const int64_t* places, int64_t n, Real* to) const {
+    for (int64_t i = 0; i < n; i += width) {
+      Lanes x[width];
+      for (int j = 0; j < width; ++j) widen_lanes(from + (width == kLanes ? places[j] + i : j * kLanes), x[j]);
+      Vector<Real>::template turn<width>(x);
+      for (int j = 0; j < width && i + j < n; ++j) put(x[j], to + place<size>(i + j));
+    }
+  }
+
+  template <int width, int size, class S>
+  void turn_back(const Real* from, int64_t n, S* to, const int64_t* places) const {
+    for (int64_t i = 0; i < n; i += width) {
+      Lanes x[width];
+      for (int j = 0; j < width; ++j) x[j] = i + j < n ? lanes(from + place<size>(i + j)) : Lanes{};
+      Vector<Real>::template turn_back<width>(x);
+      Real wide[width * kLanes];
+      for (int j = 0; j < width; ++j) {
+        if constexpr (std::is_same<S, Real>::value) {
+          put(x[j], to + (width == kLanes ? places[j] + i : j * kLanes));
+        } else {
+          put(x[j], wide + j * kLanes);
+          if (width == kLanes) narrow(wide + j * kLanes, to + places[j] + i, kLanes);
+        }
+      }
+      if constexpr (!std::is_same<S, Real>::value && width < kLanes) narrow(wide, to, width * kLanes);
+    }
+  }
+
+  // visit(the width as a type) for n numbers of each lane.
+  template <int width = kLanes, class Visit>
+  static void with_width(int64_t n, Visit visit) {
+    if constexpr (width > 1) {
+      if (padded(n) < width) return with_width<width / 2>(n, visit);
+    }
+    visit(std::integral_constant<int, width>());
+  }
+
+  // The numbers of a position to `staged`, zeros where a lane has fewer; and from there, of rows their sums over the lanes of
+  // each head, in their order. Each is compiled once, for all widths.
+  template <int size, class S>
+  HFR_SHARED void stage(const S* from, const int64_t* places, int64_t stride, bool is_columns, int64_t n) const {
+    const int64_t step = padded(n * size);
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const int64_t have = numbers_of(lane, is_columns, n) * size;
+      const S* from_lane = from + places[lane];
+      Real* to = staged + lane * step;
+      if (stride == size) {
+        HFR_INDEPENDENT
+        for (int64_t i = 0; i < have; ++i) to[i] = load(from_lane[i]);
+      } else {
+        for (int64_t i = 0; i < have; ++i) to[i] = load(from_lane[i / size * stride + i % size]);
+      }
+      for (int64_t i = have; i < n * size; ++i) to[i] = 0;
+    }
+  }
+
+  template <int size, class S>
+  HFR_SHARED void unstage(S* to, const int64_t* places, bool is_columns, int64_t n) const {
+    const int64_t step = padded(n * size);
+    for (int64_t lane = 0; lane < kLanes; lane += is_columns ? 1 : parts) {
+      const int64_t have = numbers_of(lane, is_columns, n) * size;
+      S* to_lane = to + places[lane];
+      Real* sum = staged + lane * step;
+      for (int64_t part = 1; !is_columns && part < parts; ++part) {
+        const Real* more = sum + part * step;
+        HFR_INDEPENDENT
+        for (int64_t i = 0; i < have; ++i) sum[i] += more[i];
+      }
+      HFR_INDEPENDENT
+      for (int64_t i = 0; i < have; ++i) store(sum[i], to_lane[i]);
+    }
+  }
+
   // (count, n) of a tensor from step `begin` on, n rows or n columns.
   template <class U>
-  void fetch(const Tensor& x, bool is_columns, int64_t begin, Real* to) const {
-    const int64_t n = is_columns ? columns : rows, size = sizeof(load(U())) / sizeof(Real) * kLanes;
-    for (int64_t t = 0; t < count; ++t) {
-      const U* at_t = reinterpret_cast<const U*>(x.data) + b * x.stride[0] + position(begin + t) * x.stride[1];
-      Real* to_t = to + t * n * size;
-      const U* from[kLanes];
-      for (int64_t lane = 0; lane < kLanes; ++lane)
-        from[lane] = at_t + head(lane) * x.stride[2] + (is_columns ? first_column(lane) * x.stride[3] : 0);
-      const int64_t full = x.stride[3] == 1 ? is_columns ? full_columns : full_rows : 0;
-      for (int64_t lane = 0; lane < full; lane += 4) fetch_four(from + lane, n, to_t + lane);
-      for (int64_t lane = full; lane < kLanes; ++lane) {
-        const int64_t have = numbers_of(lane, is_columns);
-        for (int64_t i = 0; i < have; ++i) put_lane(load(from[lane][i * x.stride[3]]), to_t + i * size + lane);
-        for (int64_t i = have; i < n; ++i) put_lane(decltype(load(U()))(0), to_t + i * size + lane);
-      }
+  void fetch(const Tensor& x, bool is_columns, int64_t of_each, int64_t begin, Real* to) const {
+    using Wide = decltype(load(U()));
+    using S = std::conditional_t<std::is_same<U, Wide>::value, Real, U>;  // a complex number is two that lie side by side
+    constexpr int64_t size = sizeof(Wide) / sizeof(Real);
+    const int64_t n = of_each * size, head_apart = x.stride[2] * size;
+    const bool beside = parts == 1 ? head_apart == n : is_columns && head_apart == parts * n;
+    const bool full = numbers_of(kLanes - 1, is_columns, of_each) == of_each;
+    const bool here = full && (x.stride[3] == 1 || of_each == 1) && in_place(n, beside);
+    int64_t from_places[kLanes], staged_places[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      from_places[lane] = (head(lane) * x.stride[2] + is_columns * first_column(lane) * x.stride[3]) * size;
+      staged_places[lane] = lane * padded(n);
     }
-  }
-
-  int64_t numbers_of(int64_t lane, bool is_columns) const {
-    return is_columns ? columns_of(lane) : head(lane) < p.heads ? rows : 0;
-  }
-
-  int64_t full_lanes(bool is_columns) const {
-    int64_t lane = 0;
-    while (lane < kLanes && numbers_of(lane, is_columns) == (is_columns ? columns : rows)) ++lane;
-    return lane - lane % 4;
-  }
-
-  // n numbers side by side of each of four lanes.
-  template <class U>
-  static void fetch_four(const U* const* from, int64_t n, Real* to) {
-    int64_t i = 0;
-    for (; i + 4 <= n; i += 4) {
-      typename Four<Real>::type x[4];
-      for (int lane = 0; lane < 4; ++lane)
-        for (int j = 0; j < 4; ++j) x[lane][j] = load(from[lane][i + j]);
-      Four<Real>::turn(x, to + i * kLanes, kLanes);
-    }
-    for (; i < n; ++i)
-      for (int lane = 0; lane < 4; ++lane) to[i * kLanes + lane] = load(from[lane][i]);
-  }
-
-  // A complex number is two that lie side by side, there and here.
-  static void fetch_four(const Complex<Real>* const* from, int64_t n, Real* to) {
-    const Real* parts_of[4];
-    for (int lane = 0; lane < 4; ++lane) parts_of[lane] = reinterpret_cast<const Real*>(from[lane]);
-    fetch_four(parts_of, 2 * n, to);
-  }
-
-  void fetch_tile(int64_t begin, int64_t end) {
-    count = end - begin;
-    fetch<Number>(p.a, false, begin, a);
-    fetch<T>(p.k, false, begin, k);
-    fetch<T>(p.v, true, begin, v);
-    for (int64_t t = 0; t < count; ++t) flags[t] = p.flags ? p.flags[b * p.length + position(begin + t)] : 0;
-  }
-
-  void put_columns(const Real* from, int64_t begin, char* data) const {
-    for (int64_t t = 0; t < count; ++t) {
-      T* at_t = reinterpret_cast<T*>(data) + (b * p.length + position(begin + t)) * p.heads * p.columns;
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const int64_t have = columns_of(lane);
-        T* to = at_t + head(lane) * p.columns + first_column(lane);
-        for (int64_t c = 0; c < have; ++c) store(from[(t * columns + c) * kLanes + lane], to[c]);
-      }
-    }
-  }
-
-  // Sums over the lanes of each head, in their order.
-  template <class U, class Value>
-  void put_rows(const Real* from, int64_t begin, char* data) const {
-    const int64_t size = sizeof(Value) / sizeof(Real) * kLanes;
-    for (int64_t t = 0; t < count; ++t) {
-      U* at_t = reinterpret_cast<U*>(data) + (b * p.length + position(begin + t)) * p.heads * rows;
-      for (int64_t lane = 0; lane < kLanes && head(lane) < p.heads; lane += parts)
-        for (int64_t r = 0; r < rows; ++r) {
-          Value sum(0);
-          for (int64_t part = 0; part < parts; ++part) {
-            Value x;
-            get_lane(from + (t * rows + r) * size + lane + part, x);
-            sum = sum + x;
+    const int64_t span = from_places[kLanes - 1] + n - from_places[0];
+    with_width(n, [&](auto width) {
+      for (int64_t t = 0; t < count; ++t) {
+        const S* from = reinterpret_cast<const S*>(x.data) + (b * x.stride[0] + position(begin + t) * x.stride[1]) * size;
+        if (here) {
+          turn<width, size>(from + (width < kLanes ? from_places[0] : 0), from_places, n, to + t * size * kLanes);
+          if (next >= 0 && next + t < p.length && span <= n * kLanes) {
+            request<false>(from + from_places[0] + (position(next + t) - position(begin + t)) * x.stride[1] * size, span);
           }
-          store(sum, at_t[head(lane) * rows + r]);
+          continue;
         }
+        stage<size>(from, from_places, x.stride[3] * size, is_columns, of_each);
+        turn<width, size>(staged, staged_places, n, to + t * size * kLanes);
+      }
+    });
+  }
+
+  // (count, n) to a contiguous tensor: of columns each lane's, of rows the sum over the lanes of each head, in their order.
+  template <class U>
+  void deliver(const Real* from, bool is_columns, int64_t of_each, int64_t begin, char* data) const {
+    using Wide = decltype(load(U()));
+    using S = std::conditional_t<std::is_same<U, Wide>::value, Real, U>;
+    constexpr int64_t size = sizeof(Wide) / sizeof(Real);
+    const int64_t of_a_head = (is_columns ? p.columns : of_each) * size, n = of_each * size;
+    const bool full = numbers_of(kLanes - 1, is_columns, of_each) == of_each;
+    const bool here = full && (is_columns || parts == 1) && in_place(n, true);
+    int64_t to_places[kLanes], staged_places[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      to_places[lane] = head(lane) * of_a_head + is_columns * first_column(lane) * size;
+      staged_places[lane] = lane * padded(n);
     }
+    with_width(n, [&](auto width) {
+      for (int64_t t = 0; t < count; ++t) {
+        S* to = reinterpret_cast<S*>(data) + (b * p.length + position(begin + t)) * p.heads * of_a_head;
+        if (here) {
+          turn_back<width, size>(from + t * size * kLanes, n, to + (width < kLanes ? to_places[0] : 0), to_places);
+          continue;
+        }
+        turn_back<width, size>(from + t * size * kLanes, n, staged, staged_places);
+        unstage<size>(to, to_places, is_columns, of_each);
+      }
+    });
+  }
+
+  void fetch_tile(int64_t begin, int64_t end, int64_t then) {
+    count = end - begin;
+    next = then;
+    fetch<Number>(p.a, false, a_rows, begin, a);
+    fetch<T>(p.k, false, rows, begin, k);
+    fetch<T>(p.v, true, columns, begin, v);
+    for (int64_t t = 0; t < count; ++t) flags[t] = p.flags ? p.flags[b * p.length + position(begin + t)] : 0;
   }
 
   // ---- forward -------------------------------------------------------------------------------------------------------
 
-  // n states of a row, from column c on, through the tile; `out` (count, columns) is added to, and each state after a
-  // position kept in `history`, (count, n).
+  // n states of a row, from column c on, through the tile; `out` (columns, apart) is added to, and the states before the first
+  // and after each position are kept in `history`, (count + 1, n).
   template <int n, bool reads, bool keeps>
   void walk(int64_t r, int64_t c, Real* states, Real* out, Real* history) const {
-    State s[n], from_start[n];
+    const int64_t column = apart * kLanes, first_state = (r * columns + c) * kState;
+    const Real *a_r = a + (a_rows > 1 ? r : 0) * apart * kState, *k_r = k + r * column, *q_r = q + r * column;
+    const Real* v_c = v + c * column;
+    Real* out_c = reads ? out + c * column : nullptr;
+    const uint8_t* flag = flags.data();
+    State s[n];
     for (int j = 0; j < n; ++j) {
-      get(states + (r * columns + c + j) * kState, s[j]);
-      get(start + (r * columns + c + j) * kState, from_start[j]);
+      get(states + first_state + j * kState, s[j]);
+      if (keeps) put(s[j], history + j * kState);
     }
-    for (int64_t t = 0; t < count; ++t) {
-      const uint8_t flag = flags[t];
-      if (flag & kDrop)
-        for (int j = 0; j < n; ++j) s[j] = from_start[j];
-      if (!(flag & kMasked)) {
+    for (int64_t t = 0, end = count; t < end; ++t) {
+      if (flag[t] & kDrop)
+        for (int j = 0; j < n; ++j) get(start + first_state + j * kState, s[j]);
+      if (!(flag[t] & kMasked)) {
         State at;
-        get(a + (t * rows + r) * kState, at);
-        const Lanes kt = lanes(k + (t * rows + r) * kLanes);
-        for (int j = 0; j < n; ++j) s[j] = Cell::forward(s[j], at, kt, lanes(v + (t * columns + c + j) * kLanes));
+        get(a_r + t * kState, at);
+        const Lanes kt = lanes(k_r + t * kLanes);
+        for (int j = 0; j < n; ++j) s[j] = Cell::forward(s[j], at, kt, lanes(v_c + j * column + t * kLanes));
       }
       if (reads) {
-        const Lanes qt = lanes(q + (t * rows + r) * kLanes);
+        const Lanes qt = lanes(q_r + t * kLanes);
         for (int j = 0; j < n; ++j) {
-          Real* to = out + (t * columns + c + j) * kLanes;
+          Real* to = out_c + j * column + t * kLanes;
           put(lanes(to) + Cell::read(s[j], qt), to);
         }
       }
       if (keeps)
-        for (int j = 0; j < n; ++j) put(s[j], history + (t * n + j) * kState);
+        for (int j = 0; j < n; ++j) put(s[j], history + ((t + 1) * n + j) * kState);
     }
     if (!keeps)
-      for (int j = 0; j < n; ++j) put(s[j], states + (r * columns + c + j) * kState);
+      for (int j = 0; j < n; ++j) put(s[j], states + first_state + j * kState);
   }
 
   template <bool reads>
   void walk_all(Real* states, Real* out) const {
-    for (int64_t r = 0; r < rows; ++r) {
-      int64_t c = 0;
-      for (; c + kColumns <= columns; c += kColumns) walk<kColumns, reads, false>(r, c, states, out, nullptr);
-      for (; c < columns; ++c) walk<1, reads, false>(r, c, states, out, nullptr);
-    }
+    int64_t c = 0;
+    for (; c + kColumns <= columns; c += kColumns)
+      for (int64_t r = 0; r < rows; ++r) walk<kColumns, reads, false>(r, c, states, out, nullptr);
+    for (; c < columns; ++c)
+      for (int64_t r = 0; r < rows; ++r) walk<1, reads, false>(r, c, states, out, nullptr);
   }
 
   void forward() {
-    Real* states = reserve(kTile, state_size() + kTile * columns * kLanes);
+    Real* states = reserve(kTile, state_size() + apart_of(kTile) * columns * kLanes);
     Real* out = states + state_size();
     gather(p.state, b, states);
     for (int64_t begin = 0; begin < p.length; begin += kTile) {
-      fetch_tile(begin, begin + kTile < p.length ? begin + kTile : p.length);
-      fetch<T>(p.q, false, begin, q);
-      memset(out, 0, count * columns * kLanes * sizeof(Real));
+      fetch_tile(begin, begin + kTile < p.length ? begin + kTile : p.length, begin + kTile);
+      fetch<T>(p.q, false, rows, begin, q);
+      memset(out, 0, columns * apart * kLanes * sizeof(Real));
       walk_all<true>(states, out);
-      put_columns(out, begin, p.y);
+      deliver<T>(out, true, columns, begin, p.y);
     }
     scatter(states, p.state);
   }
@@ -308,78 +386,82 @@ struct Block {
   // ---- backward ------------------------------------------------------------------------------------------------------
 
   struct Gradients {
-    Real *a, *k, *q, *v;  // (count, rows), (count, columns)
+    Real *a, *k, *q, *v;  // (a_rows, apart), (rows, apart), (columns, apart)
     Real *carry, *start;  // (rows, columns)
   };
 
   // n states of a row back through the tile, from those that were kept.
   template <int n>
-  void walk_back(int64_t r, int64_t c, const Real* before, const Real* history, const Real* dy, const Gradients& to) const {
-    State g[n], from_start[n], dstart[n];
-    for (int j = 0; j < n; ++j) {
-      const int64_t at = (r * columns + c + j) * kState;
-      get(to.carry + at, g[j]), get(start + at, from_start[j]), get(to.start + at, dstart[j]);
-    }
+  void walk_back(int64_t r, int64_t c, const Real* history, const Real* dy, const Gradients& to) const {
+    const int64_t column = apart * kLanes, first_state = (r * columns + c) * kState;
+    const Real *a_r = a + (a_rows > 1 ? r : 0) * apart * kState, *k_r = k + r * column, *q_r = q + r * column;
+    const Real *v_c = v + c * column, *dy_c = dy + c * column;
+    Real *da_r = to.a + (a_rows > 1 ? r : 0) * apart * kState, *dk_r = to.k + r * column, *dq_r = to.q + r * column;
+    Real *dv_c = to.v + c * column, *carry = to.carry + first_state, *dstart = to.start + first_state;
+    const uint8_t* flag = flags.data();
+    State g[n], after[n];
+    for (int j = 0; j < n; ++j) get(carry + j * kState, g[j]), get(history + (count * n + j) * kState, after[j]);
     for (int64_t t = count - 1; t >= 0; --t) {
-      const uint8_t flag = flags[t];
-      const int64_t row = t * rows + r;
-      const Lanes qt = lanes(q + row * kLanes);
-      Lanes dq = lanes(to.q + row * kLanes);
+      const Lanes qt = lanes(q_r + t * kLanes);
+      Lanes dq = lanes(dq_r + t * kLanes);
       for (int j = 0; j < n; ++j) {
-        State after;
-        get(history + (t * n + j) * kState, after);
-        g[j] = Cell::read_back(after, qt, lanes(dy + (t * columns + c + j) * kLanes), g[j], dq);
+        g[j] = Cell::read_back(after[j], qt, lanes(dy_c + j * column + t * kLanes), g[j], dq);
+        get(history + (t * n + j) * kState, after[j]);  // of the position before
       }
-      put(dq, to.q + row * kLanes);
-      if (!(flag & kMasked)) {
-        const Lanes kt = lanes(k + row * kLanes);
-        Lanes dk = lanes(to.k + row * kLanes);
+      put(dq, dq_r + t * kLanes);
+      if (!(flag[t] & kMasked)) {
+        const Lanes kt = lanes(k_r + t * kLanes);
+        Lanes dk = lanes(dk_r + t * kLanes);
         State at, da;
-        get(a + row * kState, at), get(to.a + row * kState, da);
+        get(a_r + t * kState, at), get(da_r + t * kState, da);
         for (int j = 0; j < n; ++j) {
-          const int64_t column = (t * columns + c + j) * kLanes;
-          Lanes dv = lanes(to.v + column);
-          State h = from_start[j];
-          if (!(flag & kDrop)) get(t ? history + ((t - 1) * n + j) * kState : before + (r * columns + c + j) * kState, h);
-          g[j] = Cell::backward(h, at, kt, lanes(v + column), g[j], dk, dv, da);
-          put(dv, to.v + column);
+          const int64_t place = j * column + t * kLanes;
+          Lanes dv = lanes(dv_c + place);
+          State h = after[j];
+          if (flag[t] & kDrop) get(start + first_state + j * kState, h);
+          g[j] = Cell::backward(h, at, kt, lanes(v_c + place), g[j], dk, dv, da);
+          put(dv, dv_c + place);
         }
-        put(dk, to.k + row * kLanes), put(da, to.a + row * kState);
+        put(dk, dk_r + t * kLanes), put(da, da_r + t * kState);
       }
-      if (flag & kDrop)
-        for (int j = 0; j < n; ++j) dstart[j] = dstart[j] + g[j], g[j] = State();
+      if (flag[t] & kDrop)
+        for (int j = 0; j < n; ++j) {
+          State sum;
+          get(dstart + j * kState, sum);
+          put(sum + g[j], dstart + j * kState);
+          g[j] = State();
+        }
     }
-    for (int j = 0; j < n; ++j) {
-      const int64_t at = (r * columns + c + j) * kState;
-      put(g[j], to.carry + at), put(dstart[j], to.start + at);
-    }
+    for (int j = 0; j < n; ++j) put(g[j], carry + j * kState);
   }
 
   template <int n>
   void through(int64_t r, int64_t c, Real* before, Real* history, const Real* dy, const Gradients& to) const {
+    if (r + 1 < rows) request<false>(before + ((r + 1) * columns + c) * kState, n * kState);
     walk<n, false, true>(r, c, before, nullptr, history);
-    walk_back<n>(r, c, before, history, dy, to);
+    walk_back<n>(r, c, history, dy, to);
   }
 
   void backward() {
     int64_t segment = kTile;
     while (segment * segment < p.length) ++segment;
     const int64_t segments = (p.length + segment - 1) / segment, size = state_size();
-    const int64_t of_rows = segment * rows * kLanes, of_columns = segment * columns * kLanes;
-    const int64_t gradients = of_rows / kLanes * kState + 2 * of_rows + of_columns;
-    Real* checkpoints = reserve(segment, (segments + 2) * size + segment * kColumns * kState + of_columns + gradients);
+    const int64_t of_rows = rows * apart_of(segment) * kLanes, of_columns = columns * apart_of(segment) * kLanes;
+    const int64_t of_a = a_rows * apart_of(segment) * kState, gradients = of_a + 2 * of_rows + of_columns;
+    const int64_t of_history = (segment + 1) * kColumnsBack * kState;
+    Real* checkpoints = reserve(segment, (segments + 2) * size + of_history + of_columns + gradients);
     Gradients to;
     to.carry = checkpoints + segments * size;
     to.start = to.carry + size;
     Real* history = to.start + size;
-    Real* dy = history + segment * kColumns * kState;
+    Real* dy = history + of_history;
     to.a = dy + of_columns;
-    to.k = to.a + of_rows / kLanes * kState;
+    to.k = to.a + of_a;
     to.q = to.k + of_rows;
     to.v = to.q + of_rows;
     gather(p.initial, b, checkpoints);
     for (int64_t i = 1; i < segments; ++i) {
-      fetch_tile((i - 1) * segment, i * segment);
+      fetch_tile((i - 1) * segment, i * segment, i * segment);
       memcpy(checkpoints + i * size, checkpoints + (i - 1) * size, size * sizeof(Real));
       walk_all<false>(checkpoints + i * size, nullptr);
     }
@@ -387,19 +469,19 @@ struct Block {
     memset(to.start, 0, size * sizeof(Real));
     for (int64_t i = segments - 1; i >= 0; --i) {
       const int64_t begin = i * segment;
-      fetch_tile(begin, begin + segment < p.length ? begin + segment : p.length);
-      fetch<T>(p.q, false, begin, q);
-      fetch<T>(p.grad_y, true, begin, dy);
+      fetch_tile(begin, begin + segment < p.length ? begin + segment : p.length, begin - segment);
+      fetch<T>(p.q, false, rows, begin, q);
+      fetch<T>(p.grad_y, true, columns, begin, dy);
       memset(to.a, 0, gradients * sizeof(Real));
-      for (int64_t r = 0; r < rows; ++r) {
-        int64_t c = 0;
-        for (; c + kColumns <= columns; c += kColumns) through<kColumns>(r, c, checkpoints + i * size, history, dy, to);
-        for (; c < columns; ++c) through<1>(r, c, checkpoints + i * size, history, dy, to);
-      }
-      put_rows<Number, Number>(to.a, begin, p.grad_a);
-      put_rows<T, Real>(to.k, begin, p.grad_k);
-      put_rows<T, Real>(to.q, begin, p.grad_q);
-      put_columns(to.v, begin, p.grad_v);
+      int64_t c = 0;
+      for (; c + kColumnsBack <= columns; c += kColumnsBack)
+        for (int64_t r = 0; r < rows; ++r) through<kColumnsBack>(r, c, checkpoints + i * size, history, dy, to);
+      for (; c < columns; ++c)
+        for (int64_t r = 0; r < rows; ++r) through<1>(r, c, checkpoints + i * size, history, dy, to);
+      deliver<Number>(to.a, false, a_rows, begin, p.grad_a);
+      deliver<T>(to.k, false, rows, begin, p.grad_k);
+      deliver<T>(to.q, false, rows, begin, p.grad_q);
+      deliver<T>(to.v, true, columns, begin, p.grad_v);
     }
     scatter(to.carry, p.state);
     if (p.grad_start) scatter(to.start, p.grad_start);
@@ -410,9 +492,14 @@ template <class T, bool is_complex>
 int run(const Problem& p, int backwards) {
   constexpr int64_t lanes = Block<T, is_complex>::kLanes;
   const auto blocks = [&](int64_t parts) { return (p.heads * parts + lanes - 1) / lanes; };
-  // A head's columns are dealt out until the lanes are full and the threads have work; a head is always in one block.
+  // A head's columns are dealt out so that lanes are full and threads have work; what is done for a row takes about as long as
+  // a column. A head is always in one block.
+  const auto cost = [&](int64_t parts) {
+    return (p.batch * blocks(parts) + p.threads - 1) / p.threads * ((p.columns + parts - 1) / parts + 1);
+  };
   int64_t parts = 1;
-  while (parts < lanes && parts < p.columns && (p.heads * parts < lanes || p.batch * blocks(parts) < p.threads)) parts *= 2;
+  for (int64_t more = 2; more <= lanes && more < 2 * p.columns; more *= 2)
+    if (cost(more) < cost(parts)) parts = more;
   const int64_t of_a_row = blocks(parts);
 #pragma omp parallel for schedule(static) num_threads(p.threads) if (p.threads > 1)
   for (int64_t item = 0; item < p.batch * of_a_row; ++item) {

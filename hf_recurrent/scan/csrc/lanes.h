@@ -22,6 +22,8 @@ struct Vector {
   typedef Real type __attribute__((vector_size(kBytes)));
   typedef std::conditional_t<sizeof(Real) == 4, int32_t, int64_t> Index;
   typedef Index Indices __attribute__((vector_size(kBytes)));
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 
   static type load(const Real* from) {
     type x;
@@ -37,19 +39,63 @@ struct Vector {
     if constexpr (count == 1) {
       return *x;
     } else {
-      return pairs(sums<count / 2>(x), sums<count / 2>(x + count / 2), std::make_integer_sequence<int, kLanes>());
+      return pair_sums(sums<count / 2>(x), sums<count / 2>(x + count / 2));
+    }
+  }
+
+  // With the numbers of all vectors counted through, (lanes, count) to (count, lanes), count a power of two: each round halves
+  // the places of those at even ones, and puts those at odd ones after them. And back.
+  template <int count>
+  static void turn(type (&x)[count]) {
+    for (int round = 1; round < count; round *= 2) {
+      type y[count];
+      for (int i = 0; i < count / 2; ++i) {
+        y[i] = evens(x[2 * i], x[2 * i + 1], kAll), y[i + count / 2] = odds(x[2 * i], x[2 * i + 1], kAll);
+      }
+      for (int i = 0; i < count; ++i) x[i] = y[i];
+    }
+  }
+
+  template <int count>
+  static void turn_back(type (&x)[count]) {
+    for (int round = 1; round < count; round *= 2) {
+      type y[count];
+      for (int i = 0; i < count / 2; ++i) {
+        y[2 * i] = mixed<0>(x[i], x[i + count / 2], kAll), y[2 * i + 1] = mixed<kLanes / 2>(x[i], x[i + count / 2], kAll);
+      }
+      for (int i = 0; i < count; ++i) x[i] = y[i];
     }
   }
 
  private:
-  template <int... lane>
-  static type pairs(type x, type y, std::integer_sequence<int, lane...>) {
+  static constexpr auto kAll = std::make_integer_sequence<int, kLanes>();
+
+  template <int... place>
+  static type pick(type x, type y, std::integer_sequence<int, place...>) {
 #ifdef __clang__
-    return __builtin_shufflevector(x, y, 2 * lane...) + __builtin_shufflevector(x, y, 2 * lane + 1 ...);
+    return __builtin_shufflevector(x, y, place...);
 #else
-    return __builtin_shuffle(x, y, Indices{2 * lane...}) + __builtin_shuffle(x, y, Indices{2 * lane + 1 ...});
+    return __builtin_shuffle(x, y, Indices{place...});
 #endif
   }
+
+  template <int... lane>
+  static type evens(type x, type y, std::integer_sequence<int, lane...>) {
+    return pick(x, y, std::integer_sequence<int, 2 * lane...>());
+  }
+
+  template <int... lane>
+  static type odds(type x, type y, std::integer_sequence<int, lane...>) {
+    return pick(x, y, std::integer_sequence<int, 2 * lane + 1 ...>());
+  }
+
+  // One of x, one of y, in turn, from lane `first` on.
+  template <int first, int... lane>
+  static type mixed(type x, type y, std::integer_sequence<int, lane...>) {
+    return pick(x, y, std::integer_sequence<int, first + lane / 2 + lane % 2 * kLanes...>());
+  }
+
+  static type pair_sums(type x, type y) { return evens(x, y, kAll) + odds(x, y, kAll); }
 };
 
 }  // namespace hfr
