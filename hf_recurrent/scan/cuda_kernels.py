@@ -147,11 +147,13 @@ def _enter_context(device_index: int) -> None:
         _thread.has_context = True
 
 
-class _CurrentStream:
-    """PyTorch's current stream, by the protocol that cuda-core asks for."""
+@functools.lru_cache(maxsize=128)
+def _stream(handle: int):
+    """The stream with this handle, as cuda-core takes it: PyTorch's own it would take too, with a warning at each
+    launch. Kept, since it takes as long to make as a launch; it refers to nothing but the handle."""
+    from cuda.core import Stream
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, torch.cuda.current_stream().cuda_stream
+    return Stream.from_handle(handle)
 
 
 def launch(
@@ -164,7 +166,8 @@ def launch(
     with torch.cuda.device(device):
         _enter_context(device.index)
         kernel = _kernel(module, entry, device.index)
-        launch_kernel(_CurrentStream(), LaunchConfig(grid=grid, block=threads), kernel, *arguments)
+        stream = _stream(torch.cuda.current_stream().cuda_stream)
+        launch_kernel(stream, LaunchConfig(grid=grid, block=threads), kernel, *arguments)
 
 
 @functools.cache

@@ -299,6 +299,7 @@ def test_every_thread_has_a_context_before_it_launches(monkeypatch):
     monkeypatch.setattr(core, "Device", Device)
     monkeypatch.setattr(core, "launch", launch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0))
     monkeypatch.setattr(cuda_kernels, "_kernel", lambda module, entry, device_index: entry)
 
     def run():
@@ -310,6 +311,21 @@ def test_every_thread_has_a_context_before_it_launches(monkeypatch):
         thread.start()
         thread.join()
     assert calls == [(name, what) for name in "ab" for what in ("context of 0", "first", "second")]
+
+
+def test_a_launch_gets_a_stream_of_cuda_core(monkeypatch):
+    """Of the handle that PyTorch's current stream has now: cuda-core warns of any other object at each launch."""
+    core = pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
+    streams = []
+    monkeypatch.setattr(core, "launch", lambda stream, *others: streams.append(stream))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_kernels, "_enter_context", lambda device_index: None)
+    monkeypatch.setattr(cuda_kernels, "_kernel", lambda module, entry, device_index: entry)
+    for handle in (0, 4096, 0):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda handle=handle: mock.Mock(cuda_stream=handle))
+        cuda_kernels.launch(MODULE, "scan_forward", torch.device("cuda", 0), (1, 1), 256, [])
+    assert all(isinstance(stream, core.Stream) for stream in streams)
+    assert [int(stream.handle) for stream in streams] == [0, 4096, 0]
 
 
 # ---- CUDA graphs -----------------------------------------------------------------------------------------------------
