@@ -4,6 +4,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .buffers import new_grads, summed_to_inputs
 from .cells import BY_NAME
@@ -24,6 +25,20 @@ def module_for(cell: str, dtype: torch.dtype, width: int) -> Module:
     return Module("scan_cuda", (("HFR_CELL", name), ("HFR_TYPE", storage), ("HFR_WIDTH", str(width))))
 
 
+def _first_run() -> None:
+    """Raises AssertionError where a scan and its gradients are not what they should be, and whatever launches raise."""
+    with _disable_current_modes():  # where the first call is traced: a tensor without memory would fail for good
+        options = {"dtype": torch.float32, "device": "cuda"}  # whatever the default is: its state is compared too
+        a, b = torch.linspace(0.1, 0.9, 12, **options).view(1, 4, 3), torch.ones(1, 4, 3, **options)
+        h, final = forward("linear", [a, b], None, None, False)
+        want = b[:, 0]
+        for t in range(1, 4):
+            want = a[:, t] * want + b[:, t]
+        (_, grad_b), _ = backward("linear", [a, b], h, None, None, b, torch.zeros_like(final), False)
+        torch.testing.assert_close(final, want)
+        torch.testing.assert_close(grad_b[:, 2], 1 + a[:, 3])
+
+
 @functools.cache
 def unavailable_reason() -> str | None:
     """None where the kernels run, else one line that says why not. The first call runs them once, forward and backward,
@@ -37,14 +52,7 @@ def unavailable_reason() -> str | None:
     if torch.cuda.is_current_stream_capturing():  # and would be told for good that the kernels do not run
         raise RuntimeError("the first scan on a GPU cannot be captured into a CUDA graph: call it once before")
     try:
-        a, b = torch.linspace(0.1, 0.9, 12, device="cuda").view(1, 4, 3), torch.ones(1, 4, 3, device="cuda")
-        h, final = forward("linear", [a, b], None, None, False)
-        want = b[:, 0]
-        for t in range(1, 4):
-            want = a[:, t] * want + b[:, t]
-        (_, grad_b), _ = backward("linear", [a, b], h, None, None, b, torch.zeros_like(final), False)
-        torch.testing.assert_close(final, want)
-        torch.testing.assert_close(grad_b[:, 2], 1 + a[:, 3])
+        _first_run()
     except BackendUnavailable as error:
         return str(error)
     except Exception as error:  # whatever the driver or cuda-core raise: the reason is passed on, not swallowed

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import CELLS, coefficients, compare, linear, mask_and_reset, mingru_positive, random, run
+from torch._subclasses import FakeTensorMode
 
 from hf_recurrent.scan import BackendUnavailable, backend_report, cells, cpu, cuda, cuda_kernels, linear_scan
 
@@ -268,14 +269,30 @@ def test_a_first_run_that_fails_is_said(host, monkeypatch, error, reason):
         if error is not None:
             raise error
 
-    real = {name: getattr(torch, name) for name in ("linspace", "ones")}
-    for name, make in real.items():
-        monkeypatch.setattr(torch, name, lambda *a, make=make, device=None, **k: make(*a, **k))
+    see_a_gpu(monkeypatch)
     monkeypatch.setattr(cuda_kernels, "launch", launch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     said = cuda.unavailable_reason.__wrapped__()
     assert reason in said and "\n" not in said
+
+
+def see_a_gpu(monkeypatch):
+    """Whose memory is the host's."""
+    for name, make in {name: getattr(torch, name) for name in ("linspace", "ones")}.items():
+        monkeypatch.setattr(torch, name, lambda *a, make=make, device=None, **k: make(*a, **k))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_the_first_run_is_of_what_is_there(host, monkeypatch):
+    """Not of the default dtype, nor of what stands for tensors where the first scan is exported."""
+    see_a_gpu(monkeypatch)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            assert cuda.unavailable_reason.__wrapped__() is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {"scan_forward", "scan_backward"} <= set(host.launched)
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
