@@ -132,6 +132,23 @@ def test_a_sanitizer_out_of_time_leaves_nothing_running(gpu, tmp_path, monkeypat
         psutil.Process(int((tmp_path / "child").read_text())).wait(timeout=5)
 
 
+def test_bytes_of_backward(gpu, monkeypatch):
+    """Counted by what moves: of the linear recurrence a, h and dh in, da and db out."""
+    monkeypatch.setattr(gpu, "seconds_of", lambda calls, device: 1e-9)
+    b = gpu.Bench(torch.device("cpu"), True, 1.0)
+    gpu.measure_cells(b)
+    rows = [row for row in b.results if row["direction"] == "backward"]
+    moved = {(row["name"], row["dtype"]): row["gigabytes_per_second"] for row in rows}
+    size, channels = 2 * 64 * 16, 16  # numbers of a tensor
+    assert moved["linear, masked", "float32"] == 5 * size * 4
+    assert moved["linear, masked", "bfloat16"] == 5 * size * 2
+    assert moved["linear, complex", "complex64"] == 5 * size * 8
+    assert moved["linear, complex and constant", "complex64"] == (3 * size + 2 * channels) * 8
+    assert moved["mingru_vanilla", "float32"] == 6 * size * 4
+    assert moved["gateloop_polar_sigmoid", "float32"] == 13 * size * 4
+    assert moved["s5_zoh", "complex64"] == (4 * size + 2 * channels) * 8 + 2 * 2 * 64 * 4
+
+
 def test_nothing_is_compared_with_a_copy_that_was_not_measured(gpu, tmp_path, monkeypatch):
     import gpu_timing
 
