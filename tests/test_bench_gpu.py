@@ -132,6 +132,18 @@ def test_a_sanitizer_out_of_time_leaves_nothing_running(gpu, tmp_path, monkeypat
         psutil.Process(int((tmp_path / "child").read_text())).wait(timeout=5)
 
 
+def test_memcheck_sees_each_tensor(gpu, tmp_path, monkeypatch):
+    """In the processes' environments: PyTorch's own pieces of memory would hide what lies beyond a tensor."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\necho "SUMMARY $2 ${PYTORCH_NO_CUDA_MEMORY_CACHING:-cached}"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    b = gpu.Bench(torch.device("cuda", 0), True, 1.0)
+    monkeypatch.setattr(b, "_release", lambda: None)
+    gpu.measure_sanitizer(b)
+    assert [row["summary"] for row in b.results] == [["SUMMARY memcheck 1"], ["SUMMARY racecheck cached"]]
+
+
 def test_bytes_of_backward(gpu, monkeypatch):
     """Counted by what moves: of the linear recurrence a, h and dh in, da and db out."""
     monkeypatch.setattr(gpu, "seconds_of", lambda calls, device: 1e-9)
