@@ -33,6 +33,7 @@ from hf_recurrent.measure import machine
 from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.modeling.minlstm import MinLSTMMixer
 from hf_recurrent.scan import (
+    cuda,
     gateloop_heads_scan,
     gateloop_scan,
     linear_scan,
@@ -538,6 +539,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch sees no CUDA device; --device cpu --tiny shows that the benchmark itself works")
+    if arguments.device == "cuda" and (reason := cuda.unavailable_reason()) is not None:
+        parser.error(f"the CUDA kernels do not run here, and what takes their place would be measured: {reason}")
     arguments.output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")

@@ -161,6 +161,15 @@ def test_bytes_of_backward(gpu, monkeypatch):
     assert moved["s5_zoh", "complex64"] == (4 * size + 2 * channels) * 8 + 2 * 2 * 64 * 4
 
 
+def test_kernels_that_do_not_run_are_not_measured(gpu, monkeypatch, capsys):
+    """By name another backend would take their place, several times slower."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu.cuda, "unavailable_reason", lambda: "NVRTC is missing")
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "the CUDA kernels do not run here" in (said := capsys.readouterr().err) and "NVRTC is missing" in said
+
+
 def test_nothing_is_compared_with_a_copy_that_was_not_measured(gpu, tmp_path, monkeypatch):
     import gpu_timing
 
