@@ -6,11 +6,13 @@ python benchmarks/gpu_check.py --small         # few and small shapes, as for co
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
@@ -80,15 +82,18 @@ def _modules(small: bool) -> set[cuda_kernels.Module]:
 
 
 def _compile(modules: set[cuda_kernels.Module], device: torch.device) -> None:
-    """Side by side, on every core: one after the other they take minutes. What cannot be compiled fails its cases."""
+    """Into the cache, on every core: one after the other they take a minute or more, and threads take as long, since
+    NVRTC compiles one program at a time in each process. What cannot be compiled fails its cases."""
     architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-
-    def build(module: cuda_kernels.Module) -> None:
-        with contextlib.suppress(cuda_kernels.BackendUnavailable):
-            cuda_kernels.cubin(module, architecture)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(build, modules))
+    missing = [module for module in modules if not cuda_kernels.is_compiled(module, architecture)]
+    if not missing:
+        return
+    workers = min(len(missing), os.cpu_count() or 1, 16)
+    with (
+        contextlib.suppress(BrokenProcessPool),
+        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool,  # a forked one has no CUDA
+    ):
+        wait([pool.submit(cuda_kernels.cubin, module, architecture) for module in missing])
 
 
 def _options(batch: int, length: int) -> list[dict]:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -97,8 +98,27 @@ def test_all_kernels_of_the_checks_are_compiled_first(gpu, monkeypatch):
             check("cpu", torch.device("cpu"))
     modules = gpu_check._modules(True)
     assert launched == modules
+    there = next(iter(modules))
+    monkeypatch.setattr(cuda_kernels, "is_compiled", lambda module, architecture: module == there)
+    monkeypatch.setattr(gpu_check, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
     gpu_check._compile(modules, torch.device("cuda", 0))
-    assert compiled == {(module, "sm_90") for module in modules}
+    assert compiled == {(module, "sm_90") for module in modules - {there}}
+
+
+def test_kernels_are_compiled_in_other_processes(gpu, tmp_path, monkeypatch):
+    """Into the cache, where this one finds them."""
+    pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
+    import gpu_check
+    from hf_recurrent.scan import cuda, cuda_kernels
+
+    monkeypatch.setenv("HF_RECURRENT_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    module = cuda.module_for("linear", torch.float32, 4)
+    assert not cuda_kernels.is_compiled(module, "sm_90")
+    gpu_check._compile({module}, torch.device("cuda", 0))
+    assert cuda_kernels.is_compiled(module, "sm_90")
+    monkeypatch.setattr(cuda_kernels, "compile_module", None)
+    assert cuda_kernels.cubin(module, "sm_90").startswith(b"\x7fELF")
 
 
 def test_a_gpu_that_cannot_be_cleared_is_recorded(gpu, monkeypatch):

@@ -79,14 +79,23 @@ def _one_line(error: Exception) -> str:
     return (wrong or lines or [type(error).__name__])[0]
 
 
+def _in_cache(module: Module, architecture: str) -> tuple[str, str, list[str]]:
+    """What the cache knows a cubin by."""
+    identity = [_versions(), repr(OPTIONS), architecture, repr(module), *source_identity(".h", ".cu")]
+    return f"{module.stem}-{architecture}", ".cubin", identity
+
+
+def is_compiled(module: Module, architecture: str) -> bool:
+    return kernel_cache.is_cached(*_in_cache(module, architecture))
+
+
 def cubin(module: Module, architecture: str) -> bytes:
     """As `compile_module` gives it, from the cache where it is there."""
-    identity = [_versions(), repr(OPTIONS), architecture, repr(module), *source_identity(".h", ".cu")]
 
     def make(path) -> None:
         path.write_bytes(compile_module(module, architecture).cubin)
 
-    return cached_file(f"{module.stem}-{architecture}", ".cubin", identity, make).read_bytes()
+    return cached_file(*_in_cache(module, architecture), make).read_bytes()
 
 
 def _versions() -> str:

@@ -49,6 +49,16 @@ def _intact(path: Path) -> bool:
         return False
 
 
+def _path(stem: str, suffix: str, identity: list[str]) -> Path:
+    key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:20]
+    return cache_folder() / f"{stem}-{key}{suffix}"
+
+
+def is_cached(stem: str, suffix: str, identity: list[str]) -> bool:
+    """Whether `cached_file` finds the file made from `identity`."""
+    return _intact(_path(stem, suffix, identity))
+
+
 def cached_file(stem: str, suffix: str, identity: list[str], make: Callable[[Path], None]) -> Path:
     """The cached file made from `identity`; where there is none, `make(path)` writes it, in one process only while the
     others wait, and it appears under its name whole or not at all.
@@ -56,9 +66,8 @@ def cached_file(stem: str, suffix: str, identity: list[str], make: Callable[[Pat
     Raises:
         BackendUnavailable: the cache folder cannot be written. Whatever `make` raises.
     """
-    folder = cache_folder()
-    key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:20]
-    path = folder / f"{stem}-{key}{suffix}"
+    path = _path(stem, suffix, identity)
+    folder = path.parent
     if _intact(path):  # also in a folder that was filled before it became read-only
         return path
     try:
