@@ -334,7 +334,7 @@ struct S5Cell : GivesState<T> {
   using Discretised = Hold<decltype(T().re)>;
 
   HFR_INLINE static void coefficients(const T (&x)[3], T& a, T& b) {
-    const Discretised hold(x[2].re * x[0]);
+    const Discretised hold(x[2].re, x[0]);
     a = hold.a;
     b = x[2].re * (hold.phi * x[1]);
   }
@@ -347,7 +347,7 @@ struct S5Cell : GivesState<T> {
 
   HFR_INLINE static T backward(const T (&x)[3], T h, T g, T (&dx)[3]) {
     const auto t = x[2].re;
-    const Discretised hold(t * x[0]);
+    const Discretised hold(t, x[0]);
     dx[0] = g * conj(t * (hold.slope * h + t * (hold.phi_slope * x[1])));
     dx[1] = g * conj(t * hold.phi);
     dx[2] = T(real(g * conj(hold.slope * (x[0] * h + x[1]))));
@@ -360,8 +360,8 @@ template <class T>
 struct Bilinear {
   Complex<T> a, phi, slope, phi_slope;
 
-  HFR_INLINE explicit Bilinear(Complex<T> z) {
-    const Complex<T> half = T(0.5) * z;
+  HFR_INLINE Bilinear(T t, Complex<T> rate) {
+    const Complex<T> half = T(0.5) * (t * rate);
     phi = inverse(Complex<T>(T(1)) - half);
     a = phi * (Complex<T>(T(1)) + half);
     slope = phi * phi;
@@ -394,13 +394,15 @@ template <class T>
 struct ZeroOrderHold {
   Complex<T> a, phi, slope, phi_slope;
 
-  HFR_INLINE explicit ZeroOrderHold(Complex<T> z) {
+  HFR_INLINE ZeroOrderHold(T t, Complex<T> rate) {
+    const Complex<T> z = t * rate;
     constexpr T least = T(1e-30), gone = sizeof(T) > 4 ? T(-746) : T(-87);
     T growth, growth_less_one, cosine_less_one;
     exponentials(z.re, growth, growth_less_one);
     // Of what has decayed any phase will do. (A product, since GCC moves a choice past the conversions of `unit`, and then does
     // not vectorise.)
-    const Complex<T> turn = unit(z.im * (z.re < gone ? T(0) : T(1)), cosine_less_one);
+    const T there = z.re < gone ? T(0) : T(1);
+    const Complex<T> turn = unit(z.im * there, rest_of_product(t, rate.im, z.im), cosine_less_one);
     a = growth * turn;
     slope = growth * turn;  // not a copy of a, which GCC would make in memory, and then not vectorise
     const Complex<T> less_one(growth_less_one * turn.re + cosine_less_one, a.im);
