@@ -221,3 +221,16 @@ def test_what_a_resume_costs(tmp_path):
     seconds = found["seconds"]
     assert seconds["cost"] == pytest.approx(seconds["resumed"] - seconds["begun"], abs=2e-3)
     assert seconds["saved"] > 0 and seconds["read"] > 0 and found["checkpoint_bytes"] > 12 * found["parameters"]
+
+
+def test_one_row_beside_many(tmp_path):
+    arguments = ["--length", 64, "--channels", 8, "--batch", 4, "--rounds", 1, "--threads", 1, "--output", tmp_path]
+    done = run(*arguments, script="one_row.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "one_row.json").read_text())
+    assert found["shapes"] == [[4, 16, 8], [1, 64, 8]]
+    cases = {(row["dtype"], row["pass"]) for row in found["results"]}
+    assert cases == {(dtype, what) for dtype in ("float32", "bfloat16") for what in ("forward", "backward")}
+    assert all(row["ratio"] > 0 for row in found["results"])
+    done = run("--length", 65, "--batch", 4, script="one_row.py")
+    assert done.returncode == 2 and "--length 65 is no multiple of --batch 4" in done.stderr
