@@ -50,7 +50,8 @@ struct Block {
   using State = std::conditional_t<is_complex, Complex<Lanes>, Lanes>;
   using Number = std::conditional_t<is_complex, Complex<Real>, Real>;
   using Cell = HeadCell<State, Lanes>;
-  static constexpr int64_t kLanes = kBytes / sizeof(Real), kState = is_complex ? 2 * kLanes : kLanes;
+  static constexpr int kSize = is_complex ? 2 : 1;  // numbers of a state
+  static constexpr int64_t kLanes = kBytes / sizeof(Real), kState = kSize * kLanes;
   static constexpr int kColumns = 4, kColumnsBack = is_complex ? 2 : 4;  // whose states are in registers at once
 
   const Problem& p;
@@ -111,10 +112,6 @@ struct Block {
   static void get(const Real* from, Complex<Lanes>& x) { x.re = lanes(from), x.im = lanes(from + kLanes); }
   static void put(Lanes x, Real* to) { Vector<Real>::store(x, to); }
   static void put(Complex<Lanes> x, Real* to) { put(x.re, to), put(x.im, to + kLanes); }
-  static void put_lane(Real x, Real* to) { *to = x; }
-  static void put_lane(Complex<Real> x, Real* to) { to[0] = x.re, to[kLanes] = x.im; }
-  static void get_lane(const Real* from, Real& x) { x = *from; }
-  static void get_lane(const Real* from, Complex<Real>& x) { x.re = from[0], x.im = from[kLanes]; }
 
   // ---- between tensors and lanes -------------------------------------------------------------------------------------
 
@@ -122,28 +119,6 @@ struct Block {
   int64_t head(int64_t lane) const { return heads_[lane]; }
   int64_t first_column(int64_t lane) const { return (lane & (parts - 1)) * columns; }  // parts: a power of two
   int64_t columns_of(int64_t lane) const { return columns_[lane]; }
-
-  // States, between (batch, heads, rows, columns) and (rows, columns) with lanes. Lanes without a column stay zero.
-  void gather(const char* data, int64_t batch_row, Real* to) const {
-    memset(to, 0, state_size() * sizeof(Real));
-    if (!data) return;
-    for (int64_t lane = 0; lane < kLanes; ++lane)
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t n = columns_of(lane);
-        const Number* from = reinterpret_cast<const Number*>(data) +
-                             ((batch_row * p.heads + head(lane)) * rows + r) * p.columns + first_column(lane);
-        for (int64_t c = 0; c < n; ++c) put_lane(from[c], to + (r * columns + c) * kState + lane);
-      }
-  }
-
-  void scatter(const Real* from, char* data) const {
-    for (int64_t lane = 0; lane < kLanes; ++lane)
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t n = columns_of(lane);
-        Number* to = reinterpret_cast<Number*>(data) + ((b * p.heads + head(lane)) * rows + r) * p.columns + first_column(lane);
-        for (int64_t c = 0; c < n; ++c) get_lane(from + (r * columns + c) * kState + lane, to[c]);
-      }
-  }
 
   // Of the `all` that a lane has of each row, or column, at a position.
   int64_t numbers_of(int64_t lane, bool is_columns, int64_t all) const {
@@ -174,26 +149,26 @@ struct Block {
     x = lanes(wide);
   }
 
-  // The place of number i of a position, `size` of which make one of the tensor's.
+  // The place of number i, `size` of which make one of the tensor's, which are `apart` from each other.
   template <int size>
-  int64_t place(int64_t i) const { return (i / size * size * apart + i % size) * kLanes; }
+  static int64_t place(int64_t i, int64_t apart) { return (i / size * size * apart + i % size) * kLanes; }
 
   // From n numbers of each lane, the first of which is at its place, to n vectors of the lanes, `width` at a time; and back.
   template <int width, int size, class S>
-  void turn(const S* from, const int64_t* places, int64_t n, Real* to) const {
+  static void turn(const S* from, const int64_t* places, int64_t n, Real* to, int64_t apart) {
     for (int64_t i = 0; i < n; i += width) {
       Lanes x[width];
       for (int j = 0; j < width; ++j) widen_lanes(from + (width == kLanes ? places[j] + i : j * kLanes), x[j]);
       Vector<Real>::template turn<width>(x);
-      for (int j = 0; j < width && i + j < n; ++j) put(x[j], to + place<size>(i + j));
+      for (int j = 0; j < width && i + j < n; ++j) put(x[j], to + place<size>(i + j, apart));
     }
   }
 
   template <int width, int size, class S>
-  void turn_back(const Real* from, int64_t n, S* to, const int64_t* places) const {
+  static void turn_back(const Real* from, int64_t apart, int64_t n, S* to, const int64_t* places) {
     for (int64_t i = 0; i < n; i += width) {
       Lanes x[width];
-      for (int j = 0; j < width; ++j) x[j] = i + j < n ? lanes(from + place<size>(i + j)) : Lanes{};
+      for (int j = 0; j < width; ++j) x[j] = i + j < n ? lanes(from + place<size>(i + j, apart)) : Lanes{};
       Vector<Real>::template turn_back<width>(x);
       Real wide[width * kLanes];
       for (int j = 0; j < width; ++j) {
@@ -253,6 +228,44 @@ struct Block {
     }
   }
 
+  // States, between (batch, heads, rows, columns) and (rows, columns) with lanes. Lanes without a column stay zero.
+  void gather(const char* data, int64_t batch_row, Real* to) const {
+    if (!data) {
+      memset(to, 0, state_size() * sizeof(Real));
+      return;
+    }
+    visit_rows(batch_row, [&](auto width, int64_t r, bool here, const int64_t* places, const int64_t* staged_places) {
+      const Real* from = reinterpret_cast<const Real*>(data);
+      if (!here) stage<kSize>(from, places, kSize, true, columns);
+      turn<width, kSize>(here ? from : staged, here ? places : staged_places, columns * kSize, to + r * columns * kState, 1);
+    });
+  }
+
+  void scatter(const Real* from, char* data) const {
+    visit_rows(b, [&](auto width, int64_t r, bool here, const int64_t* places, const int64_t* staged_places) {
+      Real* to = here ? reinterpret_cast<Real*>(data) : staged;
+      turn_back<width, kSize>(from + r * columns * kState, 1, columns * kSize, to, here ? places : staged_places);
+      if (!here) unstage<kSize>(reinterpret_cast<Real*>(data), places, true, columns);
+    });
+  }
+
+  // visit(the width, the row, whether its states can be turned where they are, their places there and in `staged`)
+  template <class Visit>
+  void visit_rows(int64_t batch_row, Visit visit) const {
+    const int64_t n = columns * kSize;
+    const bool here = columns_of(kLanes - 1) == columns && in_place(n, false);
+    int64_t places[kLanes], staged_places[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) staged_places[lane] = lane * padded(n);
+    with_width(n, [&](auto width) {
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          places[lane] = (((batch_row * p.heads + head(lane)) * rows + r) * p.columns + first_column(lane)) * kSize;
+        }
+        visit(width, r, here, places, staged_places);
+      }
+    });
+  }
+
   // (count, n) of a tensor from step `begin` on, n rows or n columns.
   template <class U>
   void fetch(const Tensor& x, bool is_columns, int64_t of_each, int64_t begin, Real* to) const {
@@ -273,14 +286,14 @@ struct Block {
       for (int64_t t = 0; t < count; ++t) {
         const S* from = reinterpret_cast<const S*>(x.data) + (b * x.stride[0] + position(begin + t) * x.stride[1]) * size;
         if (here) {
-          turn<width, size>(from + (width < kLanes ? from_places[0] : 0), from_places, n, to + t * size * kLanes);
+          turn<width, size>(from + (width < kLanes ? from_places[0] : 0), from_places, n, to + t * size * kLanes, apart);
           if (next >= 0 && next + t < p.length && span <= n * kLanes) {
             request<false>(from + from_places[0] + (position(next + t) - position(begin + t)) * x.stride[1] * size, span);
           }
           continue;
         }
         stage<size>(from, from_places, x.stride[3] * size, is_columns, of_each);
-        turn<width, size>(staged, staged_places, n, to + t * size * kLanes);
+        turn<width, size>(staged, staged_places, n, to + t * size * kLanes, apart);
       }
     });
   }
@@ -303,10 +316,10 @@ struct Block {
       for (int64_t t = 0; t < count; ++t) {
         S* to = reinterpret_cast<S*>(data) + (b * p.length + position(begin + t)) * p.heads * of_a_head;
         if (here) {
-          turn_back<width, size>(from + t * size * kLanes, n, to + (width < kLanes ? to_places[0] : 0), to_places);
+          turn_back<width, size>(from + t * size * kLanes, apart, n, to + (width < kLanes ? to_places[0] : 0), to_places);
           continue;
         }
-        turn_back<width, size>(from + t * size * kLanes, n, staged, staged_places);
+        turn_back<width, size>(from + t * size * kLanes, apart, n, staged, staged_places);
         unstage<size>(to, to_places, is_columns, of_each);
       }
     });
@@ -370,7 +383,8 @@ struct Block {
   }
 
   void forward() {
-    Real* states = reserve(kTile, state_size() + apart_of(kTile) * columns * kLanes);
+    const int64_t tile = p.length < kTile ? p.length : kTile;
+    Real* states = reserve(tile, state_size() + apart_of(tile) * columns * kLanes);
     Real* out = states + state_size();
     gather(p.state, b, states);
     for (int64_t begin = 0; begin < p.length; begin += kTile) {
