@@ -91,12 +91,13 @@ def test_without_kernels(discretization, backend):
     check(discretization, (2, 19, 5), DOUBLE, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "chunked", "reference"])
 @pytest.mark.parametrize("turns", [10, 1000])
-def test_large_angles(turns):
+def test_large_angles(turns, backend):
     """Of a rate and a time in single precision: their product, rounded, would be off by 3e-8 of the angle."""
     torch.manual_seed(4)
     driven, rate, times = problem(2, 33, 64, SINGLE)
-    compare("zoh", [driven, torch.complex(rate.real, turns * rate.imag), times])
+    compare("zoh", [driven, torch.complex(rate.real, turns * rate.imag), times], backend=backend)
 
 
 @pytest.mark.parametrize("threads", [2, 3])
