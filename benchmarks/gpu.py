@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -221,6 +222,12 @@ def measure_long(b: Bench) -> None:
         for dtype in (FLOAT, HALF):
             what = f"linear_scan {shape} {_name(dtype)}"
             b.attempt(what, lambda s=shape, d=dtype: _measure_scan(b, "long", "linear", linear_scan, s, d, _pair(b)))
+
+    def in_two_passes() -> None:
+        with mock.patch.object(cuda, "row_for", lambda *_: cuda.ROW):
+            _measure_scan(b, "long", "linear, blocks of 32 channels", linear_scan, shapes[0], FLOAT, _pair(b))
+
+    b.attempt("the same in blocks of 32 channels", in_two_passes)
 
 
 def measure_cells(b: Bench) -> None:

@@ -32,6 +32,7 @@ RUNS = 2  # of each kernel, which must agree bit for bit
 # (batch, length, channels): odd and even widths, one position, one channel, and lengths that are split into segments.
 SHAPES = [(1, 1, 1), (3, 1, 64), (3, 37, 33), (2, 300, 64), (5, 129, 520), (1, 4500, 16), (2, 2300, 7)]
 SMALL_SHAPES = [(2, 1, 5), (2, 70, 33), (1, 1030, 8)]
+NARROW_SHAPE = (1, 2100, 1024)  # one pass in narrow blocks, on 65 to 170 multiprocessors
 # (batch, length, channels, m)
 LONGHORN_SHAPES = [(3, 37, 33, 16), (2, 300, 70, 16), (1, 2100, 9, 5), (2, 65, 24, 64)]
 SMALL_LONGHORN_SHAPES = [(2, 21, 33, 16), (1, 1030, 5, 2)]
@@ -58,6 +59,8 @@ def _cases(small: bool) -> list[tuple[str, Callable[[str, torch.device], None]]]
         for name, (scan, count) in GATELOOP_CELLS.items():
             for dtype in DTYPES if name == "gateloop_polar_sigmoid" else DTYPES[:1]:
                 cases.append((f"{name} {dtype} {shape}", _scan_case(scan, count, shape, dtype, False, name)))
+    if not small:
+        cases.append((f"narrow blocks {NARROW_SHAPE}", _scan_case(linear, 2, NARROW_SHAPE, torch.float32, True)))
     for shape in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         for dtype in DTYPES:
             cases.append((f"longhorn {dtype} {shape}", _longhorn_case(shape, dtype)))
@@ -73,6 +76,8 @@ def _modules(small: bool) -> set[cuda_kernels.Module]:
     scans += [(name, dtype) for name in ("linear", *CELLS, "gateloop_polar_sigmoid") for dtype in DTYPES]
     scans += [(name, DTYPES[0]) for name in GATELOOP_CELLS]
     modules = {cuda.module_for(*scan, width) for scan in scans for width in (1, cuda.WIDTHS[scan[1].itemsize])}
+    if not small:
+        modules.add(cuda.module_for("linear", torch.float32, cuda.WIDTHS[4], cuda.NARROW_ROW))
     for *_, m in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         modules |= {longhorn_cuda.module_for(dtype, m) for dtype in DTYPES}
     for *_, d_k, d_v in SMALL_HEADS_SHAPES if small else HEADS_SHAPES:

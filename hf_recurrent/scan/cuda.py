@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import cuda_kernels
 from .buffers import new_grads, summed_to_inputs
 from .cells import BY_NAME
 from .cuda_kernels import TYPES, Module, Scan, aligned, describe, pointer
@@ -15,14 +16,18 @@ from .kernel_cache import BackendUnavailable
 WIDTHS = {2: 4, 4: 4, 8: 2, 16: 1}
 MAX_INPUTS = 5
 THREADS = 256
+ROW = 8  # threads of a block side by side, where their accesses are wide,
+NARROW_ROW = 2  # and where more blocks are worth more: 32 bytes, the least that memory reads at once
 WIDEST = 32  # bytes of the states that a thread reads or writes at once
 
 
-def module_for(cell: str, dtype: torch.dtype, width: int) -> Module:
-    """The kernels of one cell and dtype; `width` is 1 or WIDTHS' own."""
+def module_for(cell: str, dtype: torch.dtype, width: int, row: int = ROW) -> Module:
+    """The kernels of one cell and dtype; `width` is 1 or WIDTHS' own, `row` counts only where it is the latter."""
     storage = TYPES[dtype]
     name = BY_NAME[cell].kernel.replace("State", f"StateOf<{storage}>::type")
-    return Module("scan_cuda", (("HFR_CELL", name), ("HFR_TYPE", storage), ("HFR_WIDTH", str(width))))
+    row = row if width > 1 else 32
+    macros = {"HFR_CELL": name, "HFR_TYPE": storage, "HFR_WIDTH": str(width), "HFR_ROW": str(row)}
+    return Module("scan_cuda", tuple(macros.items()))
 
 
 def _first_run() -> None:
@@ -74,6 +79,19 @@ def width_for(shape: torch.Size, tensors: list[Tensor], rows: list[Tensor]) -> i
     return width
 
 
+def row_for(cell: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> int:
+    """Threads side by side in a block whose accesses are wide. Blocks of ROW may be too few, so that time is split and
+    the inputs are read twice (csrc/device.h). Blocks of NARROW_ROW are four times as many: where those are enough, for
+    three quarters of the multiprocessors, each byte is read once. That takes as many bytes in flight in each block as
+    only the linear cell has room for, and only with 16 bytes to an access."""
+    batch, length, channels = shape
+    if cell != "linear" or dtype != torch.float32:
+        return ROW
+    blocks, narrow = (batch * -(-channels // (WIDTHS[4] * row)) for row in (ROW, NARROW_ROW))
+    splits = cuda_kernels.segments_of(length, blocks, device)[0] > 1
+    return NARROW_ROW if splits and 4 * narrow >= 3 * cuda_kernels.multiprocessors(device) else ROW
+
+
 def _scan(
     cell: str,
     shape: torch.Size,
@@ -87,10 +105,11 @@ def _scan(
     inputs, times = BY_NAME[cell].parted(inputs)
     dtype, channels = inputs[0].dtype, shape[2]
     width = width_for(shape, [*inputs, *others], [x for x in rows if x is not None])
-    blocks = -(-channels // (width * (8 if width > 1 else 32)))
+    row = row_for(cell, shape, dtype, inputs[0].device) if width > 1 else 32
+    blocks = -(-channels // (width * row))
     described = [part for x in inputs for part in describe(x, shape)] + [0] * 4 * (MAX_INPUTS - len(inputs))
     described += [0] * 3 if times is None else [times.data_ptr(), *times.stride()]
-    module, state_dtype = module_for(cell, dtype, width), BY_NAME[cell].state_dtype(dtype)
+    module, state_dtype = module_for(cell, dtype, width, row), BY_NAME[cell].state_dtype(dtype)
     return Scan(module, THREADS, blocks, shape, (channels,), state_dtype, inputs[0].device, flags, reverse, described)
 
 

@@ -57,10 +57,10 @@ def check_report(module, architecture):
     return dict(zip((kernel for kernel, _ in kernels), registers, strict=True)), _ptx(programs[0])
 
 
-def check_scan(name, dtype, narrow, architecture):
+def check_scan(name, dtype, narrow, architecture, row=cuda.ROW):
     """A cell's kernels: two blocks fit onto a multiprocessor, and they write in accesses as wide as those that read."""
     cell, width = cells.BY_NAME[name], 1 if narrow else cuda.WIDTHS[dtype.itemsize]
-    registers, ptx = check_report(cuda.module_for(name, dtype, width), architecture)
+    registers, ptx = check_report(cuda.module_for(name, dtype, width, row), architecture)
     assert len(registers) == 5
     if dtype != torch.float64:  # two blocks of 256 threads to a multiprocessor, whose registers are 65536
         assert max(registers.values()) <= 128
@@ -90,6 +90,11 @@ def _ptx(program):
 )
 def test_scan_compiles_without_spills(cell, dtype, narrow, architecture):
     check_scan(cell, dtype, narrow, architecture)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_narrow_blocks_compile_without_spills(architecture):
+    check_scan("linear", torch.float32, False, architecture, cuda.NARROW_ROW)
 
 
 def test_unknown_architecture_is_said():
@@ -123,6 +128,40 @@ def test_bodies_against_the_oracle(host, cell, dtype):
         for reverse in (False, True):
             state = random(shape[0], shape[2], dtype=state_dtype)
             compare(scan, inputs, state, backend="cpu", mask=mask, reset=reset, reverse=reverse)
+
+
+def test_narrow_blocks(host):
+    """One pass where blocks of 32 channels would be so few that time is split, and those of 8 are enough."""
+    host.multiprocessors = 8
+    mask, reset = mask_and_reset(1, 1100)
+    state = random(1, 64, dtype=torch.float32)
+    for options in ({}, {"mask": mask, "reset": reset}, {"mask": mask, "reset": reset, "reverse": True}):
+        inputs = 0.99 * coefficients(1, 1100, 64, dtype=torch.float32), random(1, 1100, 64, dtype=torch.float32)
+        compare(linear, inputs, state, backend="cpu", **options)
+    compare(linear, (0.99 * coefficients(64, dtype=torch.float32), inputs[1]), state, backend="cpu")
+    assert set(host.launched) == {"scan_forward", "scan_backward"}
+    inputs = [random(1, 1100, 64, dtype=torch.float32) for _ in range(2)]
+    compare(mingru_positive, inputs, state, backend="cpu")  # not of another cell
+    assert "scan_forward_segments" in host.launched
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, row",
+    [
+        ((1, 2**20, 1024), torch.float32, 2),
+        ((1, 2**20, 1024), torch.bfloat16, 8),  # whose accesses are of 8 bytes
+        ((1, 2**20, 768), torch.float32, 8),  # 96 narrow blocks are too few
+        ((1, 2**20, 2112), torch.float32, 8),  # 66 wide ones are enough
+        ((2, 2**20, 512), torch.float32, 2),
+        ((1, 1000, 1024), torch.float32, 8),  # too short to be split
+        ((1, 1, 1024), torch.float32, 8),
+    ],
+    ids=str,
+)
+def test_how_many_threads_are_side_by_side(monkeypatch, shape, dtype, row):
+    monkeypatch.setattr(cuda_kernels, "multiprocessors", lambda device: 132)
+    assert cuda.row_for("linear", shape, dtype, torch.device("cuda", 0)) == row
+    assert cuda.row_for("mingru_vanilla", shape, dtype, torch.device("cuda", 0)) == 8
 
 
 def test_broadcast_and_strided_bodies(host):

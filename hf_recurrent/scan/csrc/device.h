@@ -9,7 +9,8 @@
 // other; so bytes are saved by splitting only where it pays. A block has about 32 KiB in flight, and memory of 4 TB/s that
 // answers after 0.8 us needs 3.2 MB in flight, 100 blocks: on 132 multiprocessors. Fewer blocks reach their share of that;
 // 5/3 of the bytes at full speed is the better bargain below 60 blocks. So: where there is less than half a block for each
-// multiprocessor (hf_recurrent.scan.cuda).
+// multiprocessor (hf_recurrent.scan.cuda_kernels); and not where narrower blocks can be as many as it takes, each with as much
+// in flight (hf_recurrent.scan.cuda).
 #pragma once
 #include "cells.h"
 

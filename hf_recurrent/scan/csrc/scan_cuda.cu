@@ -6,7 +6,7 @@
 //
 // Compiled by NVRTC for one pair of types: HFR_CELL, a cell of cells.h, and HFR_TYPE, what the tensors hold; and for HFR_WIDTH
 // channels to a thread, so that an access has 16 bytes (8 for 16-bit types, whose blocks would otherwise be too few), or 1
-// where strides or alignment do not allow that.
+// where strides or alignment do not allow that; and for HFR_ROW threads side by side (hf_recurrent.scan.cuda says how many).
 #include "device.h"
 
 using namespace hfr;
@@ -20,7 +20,7 @@ typedef decltype(real(State())) Real;       // what one part of a state is
 
 constexpr int kWidth = HFR_WIDTH;
 constexpr int kThreads = 256;
-constexpr int kRow = kWidth > 1 ? 8 : 32;  // threads side by side along the channels
+constexpr int kRow = HFR_ROW;              // threads side by side along the channels
 constexpr int kParts = kThreads / kRow;    // threads one after the other in time
 constexpr int kChannels = kRow * kWidth;
 constexpr int kInputs = Cell::inputs;
