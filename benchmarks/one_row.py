@@ -2,31 +2,21 @@
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from hf_recurrent.bench import CASES, DTYPES, backward_of, forward_of
 from hf_recurrent.files import write_whole
 from hf_recurrent.malloc import keep_freed_memory
 from hf_recurrent.measure import machine, make_folder, paired, positive
-from hf_recurrent.scan import linear_scan
-
-Step = Callable[[int], object]
 
 
-def passes(batch: int, length: int, channels: int, dtype: torch.dtype) -> dict[str, Step]:
+def passes(shape: tuple[int, int, int], dtype: torch.dtype) -> dict:
     """Forward, and backward alone, of `linear_scan`."""
-    a = (torch.rand(batch, length, channels) * 0.98 + 0.01).to(dtype).requires_grad_()
-    b = torch.randn(batch, length, channels).to(dtype).requires_grad_()
-    h = linear_scan(a, b)[0]
-    grad = torch.randn_like(h)
-
-    def forward(_: int) -> None:
-        with torch.no_grad():
-            linear_scan(a, b)
-
-    return {"forward": forward, "backward": lambda _: torch.autograd.grad(h, (a, b), grad, retain_graph=True)}
+    scan = CASES[0]
+    inputs = [scan.inputs(shape, dtype, torch.device("cpu"))]
+    return {"forward": forward_of(scan.function, inputs), "backward": backward_of(scan.function, inputs)}
 
 
 def main() -> None:
@@ -48,8 +38,8 @@ def main() -> None:
     shapes = [(arguments.batch, arguments.length // arguments.batch, arguments.channels)]
     shapes.append((1, arguments.length, arguments.channels))
     found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        many, one = (passes(*shape, dtype) for shape in shapes)
+    for dtype in DTYPES:
+        many, one = (passes(shape, dtype) for shape in shapes)
         name = str(dtype).removeprefix("torch.")
         for what in many:
             timing = paired(many[what], {"one": one[what]}, arguments.rounds, title=f"{name} {what}")["one"].summary()

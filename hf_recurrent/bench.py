@@ -161,7 +161,9 @@ def _waiting(function: Callable[[int], object], device: torch.device) -> Callabl
     return run
 
 
-def _forward(function: Callable, inputs: list[tuple[Tensor, ...]]) -> Callable[[int], object]:
+def forward_of(function: Callable, inputs: list[tuple[Tensor, ...]]) -> Callable[[int], object]:
+    """Forward alone, of one set of inputs after the other."""
+
     def run(index: int) -> None:
         with torch.no_grad():
             function(*inputs[index % len(inputs)])
@@ -169,7 +171,7 @@ def _forward(function: Callable, inputs: list[tuple[Tensor, ...]]) -> Callable[[
     return run
 
 
-def _backward(function: Callable, inputs: list[tuple[Tensor, ...]]) -> Callable[[int], object]:
+def backward_of(function: Callable, inputs: list[tuple[Tensor, ...]]) -> Callable[[int], object]:
     """Backward alone, of outputs that are computed here, once."""
     for x in (x for one in inputs for x in one):
         x.requires_grad_()
@@ -197,8 +199,8 @@ def measure_case(
     inputs = [case.inputs(shape, dtype, device) for _ in range(sets)]
     # Always real: torch.add is slower on complex tensors than their bytes make it.
     pairs = [_normal(2)(shape, dtype, device) for _ in range(sets)]
-    add = _waiting(_forward(torch.add, pairs), device)
-    for name, moved, make in zip(PASSES, case.moved, (_forward, _backward), strict=True):
+    add = _waiting(forward_of(torch.add, pairs), device)
+    for name, moved, make in zip(PASSES, case.moved, (forward_of, backward_of), strict=True):
         candidate = _waiting(make(case.function, inputs), device)
         moved *= 2 if case.complex else 1
         timing = paired(add, {case.name: candidate}, rounds, moved / 3, f"{case.name} {name}")[case.name]

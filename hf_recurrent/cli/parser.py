@@ -79,11 +79,13 @@ class Parser(argparse.ArgumentParser):
         return CommandLineError(f"unknown flag {name}{nearest(name.replace('_', '-'), flags)}")
 
 
-def number(kind: type, low: float, high: float = LARGEST):
-    """A type for argparse: a number in [low, high]."""
+def number(kind: type, low: float, high: float = LARGEST, above: bool = False):
+    """A type for argparse: a number in [low, high], or `above` low."""
 
     def convert(text: str):
         value = kind(text)
+        if above and value <= low:
+            raise argparse.ArgumentTypeError(f"must be above {low}, got {text}")
         if not low <= value <= high:
             between = f"at least {low}" if high == LARGEST and value < low else f"between {low} and {high}"
             raise argparse.ArgumentTypeError(f"must be {between}, got {text}")

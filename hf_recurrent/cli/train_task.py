@@ -1,19 +1,8 @@
 """`hf-recurrent train --task`: train on one of the papers' generated tasks."""
 
-import argparse
 import signal
 
 from .parser import CommandLineError, Parser, in_one_process, no_bars_for_files, number
-
-
-def _rate(text: str) -> float:
-    value = number(float, 0)(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
-
-
-_rate.__name__ = "float"  # argparse names it: "invalid float value"
 
 
 def _parser() -> Parser:
@@ -48,7 +37,7 @@ examples:
     add("--config-overrides", metavar="KEY=VALUE,...", help="other fields of the family's configuration")
     add("--max-steps", type=number(int, 1), default=1000, metavar="N", help="steps")
     add("--batch-size", type=number(int, 1), default=64, metavar="N", help="examples of a step")
-    add("--learning-rate", type=_rate, default=3e-3, metavar="X", help="of AdamW")
+    add("--learning-rate", type=number(float, 0, above=True), default=3e-3, metavar="X", help="of AdamW")
     add("--weight-decay", type=number(float, 0), default=0.0, metavar="X", help="of matrices")
     add("--start-from", metavar="DIR", help="begin with the weights of an earlier run, of the same model")
     add("--eval-examples", type=number(int, 1), default=1000, metavar="N", help="others, to measure on")

@@ -141,17 +141,19 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 def _rest_of_product(x: Tensor, y: Tensor) -> Tensor:
     """What rounding takes off x y, both float32 (Dekker 1971), since not every device has a wider type. At most 0.01,
     and no function of x and y to be differentiated."""
-    (x_high, x_low), (y_high, y_low) = _halves(x.detach()), _halves(y.detach())
-    rest = ((x_high * y_high - x.detach() * y.detach()) + x_high * y_low + x_low * y_high) + x_low * y_low
+    x, y = x.detach(), y.detach()
+    (x_high, x_low), (y_high, y_low) = _halves(x), _halves(y)
+    rest = ((x_high * y_high - x * y) + x_high * y_low + x_low * y_high) + x_low * y_low
     return rest.clamp(-0.01, 0.01)
 
 
-def discretize(poles: Tensor, step: Tensor, bilinear: bool) -> tuple[Tensor, Tensor]:
+def discretize(poles: Tensor, step: Tensor, bilinear: bool, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """
     Args:
         poles: Lambda, (P',) complex.
         step: Delta, (..., P') or (..., 1).
         bilinear: by the bilinear transform, else by zero-order hold.
+        rest: what rounding takes off the angles Im(Lambda) Delta, for zero-order hold.
 
     Returns:
         Lambda-bar and the gain of B-bar = gain * B~, (..., P') complex.
@@ -167,8 +169,7 @@ def discretize(poles: Tensor, step: Tensor, bilinear: bool) -> tuple[Tensor, Ten
     for n in range(12, 1, -1):
         series = 1 + near / n * series
     power, less_one = torch.exp(z), torch.expm1(far)
-    if z.dtype == torch.complex64:  # its angle, rounded, may be off by more than its sine is: e^(i rest) - 1 is missing
-        rest = _rest_of_product(poles.imag, step)
+    if rest is not None:  # e^(i rest) - 1 is missing
         turn = torch.complex(-2 * torch.sin(rest / 2).square(), torch.sin(rest))
         power, less_one = power + power * turn, less_one + power * turn
     return power, torch.where(small, series, less_one / far) * step
@@ -183,7 +184,10 @@ def unpadded(driven: Tensor, times: Tensor, mask: Tensor | None) -> tuple[Tensor
 
 
 def _s5(bilinear: bool, rate: Tensor, times: Tensor, driven: Tensor) -> tuple[Tensor, Tensor]:
-    a, gain = discretize(rate, times[..., None], bilinear)
+    times = times[..., None]
+    # Of long times an angle, rounded, is off by more than its sine is.
+    rest = _rest_of_product(rate.imag, times) if rate.dtype == torch.complex64 else None
+    a, gain = discretize(rate, times, bilinear, rest)
     return a, gain * driven
 
 

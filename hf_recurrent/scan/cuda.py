@@ -16,17 +16,22 @@ from .kernel_cache import BackendUnavailable
 WIDTHS = {2: 4, 4: 4, 8: 2, 16: 1}
 MAX_INPUTS = 5
 THREADS = 256
-ROW = 8  # threads of a block side by side, where their accesses are wide,
+ROW_OF_SINGLES = 32  # threads of a block side by side, where their accesses are single,
+ROW = 8  # where they are wide,
 NARROW_ROW = 2  # and where more blocks are worth more: 32 bytes, the least that memory reads at once
 WIDEST = 32  # bytes of the states that a thread reads or writes at once
 
 
-def module_for(cell: str, dtype: torch.dtype, width: int, row: int = ROW) -> Module:
-    """The kernels of one cell and dtype; `width` is 1 or WIDTHS' own, `row` counts only where it is the latter."""
+def usual_row(width: int) -> int:
+    return ROW if width > 1 else ROW_OF_SINGLES
+
+
+def module_for(cell: str, dtype: torch.dtype, width: int, row: int | None = None) -> Module:
+    """The kernels of one cell and dtype; `width` is 1 or WIDTHS' own, `row` the threads side by side in a block, as
+    usual unless given."""
     storage = TYPES[dtype]
     name = BY_NAME[cell].kernel.replace("State", f"StateOf<{storage}>::type")
-    row = row if width > 1 else 32
-    macros = {"HFR_CELL": name, "HFR_TYPE": storage, "HFR_WIDTH": str(width), "HFR_ROW": str(row)}
+    macros = {"HFR_CELL": name, "HFR_TYPE": storage, "HFR_WIDTH": str(width), "HFR_ROW": str(row or usual_row(width))}
     return Module("scan_cuda", tuple(macros.items()))
 
 
@@ -105,7 +110,7 @@ def _scan(
     inputs, times = BY_NAME[cell].parted(inputs)
     dtype, channels = inputs[0].dtype, shape[2]
     width = width_for(shape, [*inputs, *others], [x for x in rows if x is not None])
-    row = row_for(cell, shape, dtype, inputs[0].device) if width > 1 else 32
+    row = row_for(cell, shape, dtype, inputs[0].device) if width > 1 else usual_row(width)
     blocks = -(-channels // (width * row))
     described = [part for x in inputs for part in describe(x, shape)] + [0] * 4 * (MAX_INPUTS - len(inputs))
     described += [0] * 3 if times is None else [times.data_ptr(), *times.stride()]

@@ -29,9 +29,9 @@ from .ops import (
 from .reference import COMPLEX_STATE_DTYPES, STATE_DTYPES
 from .unobserved import unobserved
 
-# batch, length, heads, rows, columns, reverse, threads, flags; q, k, v, a; y, state, start, initial; grad_y; grad_q,
-# grad_k, grad_v, grad_a, grad_start
-_PROBLEM = cpu.Problem("42q")
+# batch, length, heads, rows, columns, rows of a, reverse, threads, flags; q, k, v, a; y, state, start, initial; grad_y;
+# grad_q, grad_k, grad_v, grad_a, grad_start
+_PROBLEM = cpu.Problem("43q")
 _NOTHING = (0,) * 5  # a tensor of four dimensions that is not there
 _WORK = 4  # of a state, beside that of an element of a linear scan
 
@@ -102,12 +102,9 @@ def _empty(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 def _run(backwards: bool, q, k, v, a, flags, reverse, y, state, start, initial, grad_y, *grads: int) -> None:
     """Tensors, but for the addresses of y and the gradients, and the description of grad_y."""
     threads = cpu.threads_for(_WORK * q.numel() * v.shape[3])
-    if a.shape[3] != 1 and a.stride(3) == 0:  # which is how the kernels are told of one transition for all rows
-        a = a.contiguous()
-    a = a.expand(q.shape)
     described = (number for tensor in (q, k, v, a) for number in cpu.describe(tensor))
     fields = (
-        *q.shape, v.shape[3], reverse, threads, cpu.pointer(flags), *described, y,
+        *q.shape, v.shape[3], a.shape[3], reverse, threads, cpu.pointer(flags), *described, y,
         state.data_ptr(), cpu.pointer(start), cpu.pointer(initial), *grad_y, *grads,
     )  # fmt: skip
     transitions = "complex_transitions" if a.is_complex() else "real_transitions"

@@ -29,16 +29,17 @@ struct Tensor {
 
 struct Problem {
   int64_t batch, length, heads, rows, columns;
+  int64_t a_rows;  // rows, or 1 where all rows of a head have the same transition
   int64_t reverse, threads;
   const uint8_t* flags;  // (batch, length) contiguous, or null
   Tensor q, k, v;        // (batch, length, heads, rows or columns)
-  Tensor a;              // (batch, length, heads, rows), in the state type; a stride of 0 between the rows: 1 row
+  Tensor a;              // (batch, length, heads, a_rows), in the state type
   char* y;               // forward: (batch, length, heads, columns) contiguous
   char* state;           // (batch, heads, rows, columns): in H_{-1}, out the last state; backward: their gradients
   const char* start;     // (heads, rows, columns), what documents start from, or null
   const char* initial;   // backward: H_{-1}, or null
   Tensor grad_y;         // backward: (batch, length, heads, columns)
-  char *grad_q, *grad_k, *grad_v, *grad_a;  // backward: contiguous, grad_a in the state type and with as many rows as a
+  char *grad_q, *grad_k, *grad_v, *grad_a;  // backward: contiguous, grad_a in the state type and with a's shape
   char* grad_start;                         // backward: (batch, heads, rows, columns), or null
 };
 
@@ -57,7 +58,7 @@ struct Block {
   const Problem& p;
   const int64_t b, first, parts;  // the row of the batch; the first head here; lanes to a head
   const int64_t rows, columns;    // columns: to a lane
-  const int64_t a_rows;           // 1 where all rows of a head have the same transition
+  const int64_t a_rows;
   int64_t count = 0;              // positions of the tile
   int64_t next = -1;              // the first step of the tile after it, or -1
   int64_t heads_[kLanes], columns_[kLanes];  // of each lane: its head, and how many columns it has
@@ -74,7 +75,7 @@ struct Block {
         parts(parts_of_a_head),
         rows(problem.rows),
         columns((problem.columns + parts_of_a_head - 1) / parts_of_a_head),
-        a_rows(problem.a.stride[3] ? rows : 1) {
+        a_rows(problem.a_rows) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       heads_[lane] = first + lane / parts;
       const int64_t left = p.columns - first_column(lane);
@@ -130,8 +131,17 @@ struct Block {
   static int64_t padded(int64_t n) {
     int64_t width = 1;
     while (width < n && width < kLanes) width *= 2;
-    return (n + width - 1) / width * width;
+    return (n + width - 1) & -width;
   }
+
+  // Where the lanes' numbers lie in `staged`.
+  static void place_staged(int64_t n, int64_t (&places)[kLanes]) {
+    const int64_t step = padded(n);
+    for (int64_t lane = 0; lane < kLanes; ++lane) places[lane] = lane * step;
+  }
+
+  // Whether all lanes have as many as there are of each row, or column.
+  bool full(bool is_columns, int64_t all) const { return numbers_of(kLanes - 1, is_columns, all) == all; }
 
   // Whether n numbers of all lanes can be turned where they are: as many as there are lanes, or lanes that lie side by side.
   static bool in_place(int64_t n, bool beside) { return n == padded(n) && (n % kLanes == 0 || beside); }
@@ -253,9 +263,9 @@ struct Block {
   template <class Visit>
   void visit_rows(int64_t batch_row, Visit visit) const {
     const int64_t n = columns * kSize;
-    const bool here = columns_of(kLanes - 1) == columns && in_place(n, false);
+    const bool here = full(true, columns) && in_place(n, false);
     int64_t places[kLanes], staged_places[kLanes];
-    for (int64_t lane = 0; lane < kLanes; ++lane) staged_places[lane] = lane * padded(n);
+    place_staged(n, staged_places);
     with_width(n, [&](auto width) {
       for (int64_t r = 0; r < rows; ++r) {
         for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -274,13 +284,12 @@ struct Block {
     constexpr int64_t size = sizeof(Wide) / sizeof(Real);
     const int64_t n = of_each * size, head_apart = x.stride[2] * size;
     const bool beside = parts == 1 ? head_apart == n : is_columns && head_apart == parts * n;
-    const bool full = numbers_of(kLanes - 1, is_columns, of_each) == of_each;
-    const bool here = full && (x.stride[3] == 1 || of_each == 1) && in_place(n, beside);
+    const bool here = full(is_columns, of_each) && (x.stride[3] == 1 || of_each == 1) && in_place(n, beside);
     int64_t from_places[kLanes], staged_places[kLanes];
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       from_places[lane] = (head(lane) * x.stride[2] + is_columns * first_column(lane) * x.stride[3]) * size;
-      staged_places[lane] = lane * padded(n);
     }
+    place_staged(n, staged_places);
     const int64_t span = from_places[kLanes - 1] + n - from_places[0];
     with_width(n, [&](auto width) {
       for (int64_t t = 0; t < count; ++t) {
@@ -305,13 +314,12 @@ struct Block {
     using S = std::conditional_t<std::is_same<U, Wide>::value, Real, U>;
     constexpr int64_t size = sizeof(Wide) / sizeof(Real);
     const int64_t of_a_head = (is_columns ? p.columns : of_each) * size, n = of_each * size;
-    const bool full = numbers_of(kLanes - 1, is_columns, of_each) == of_each;
-    const bool here = full && (is_columns || parts == 1) && in_place(n, true);
+    const bool here = full(is_columns, of_each) && (is_columns || parts == 1) && in_place(n, true);
     int64_t to_places[kLanes], staged_places[kLanes];
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       to_places[lane] = head(lane) * of_a_head + is_columns * first_column(lane) * size;
-      staged_places[lane] = lane * padded(n);
     }
+    place_staged(n, staged_places);
     with_width(n, [&](auto width) {
       for (int64_t t = 0; t < count; ++t) {
         S* to = reinterpret_cast<S*>(data) + (b * p.length + position(begin + t)) * p.heads * of_a_head;
