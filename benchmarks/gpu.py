@@ -47,7 +47,8 @@ from hf_recurrent.scan.cells import BY_NAME
 from hf_recurrent.scan.ops import step_flags
 
 ROOT = Path(__file__).parents[1]
-SETS = 3  # of tensors, which consecutive calls use in turn
+SETS = 3  # of tensors, which consecutive calls use in turn, so that no cache has what a call reads
+PAST_CACHES = 2**30  # bytes of a set that is as good as several: twenty times what caches hold, and memory has an end
 FLOAT, HALF = torch.float32, torch.bfloat16
 
 
@@ -155,6 +156,13 @@ def measure_sanitizer(b: Bench) -> None:
         b.attempt(f"compute-sanitizer {tool}", run)
 
 
+def _sets(make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    sets = [make()]
+    while len(sets) < SETS and sum(x.nbytes for x in sets[0]) < PAST_CACHES:
+        sets.append(make())
+    return sets
+
+
 def _forward(scan: Callable, sets: list[tuple[Tensor, ...]]) -> list[Callable]:
     return [lambda x=x: scan(*x)[0] for x in sets]
 
@@ -183,7 +191,7 @@ def _measure_scan(
     if masked:
         cell, scan = f"{cell}, masked", functools.partial(scan, mask=mask)
     fields = {"shape": list(shape), "dtype": _name(dtype)}
-    sets = [make(shape, dtype) for _ in range(SETS)]
+    sets = _sets(lambda: make(shape, dtype))
     read = sum(x.nbytes for x in sets[0])
     written = sets[0][-1].nbytes
     with torch.no_grad():
@@ -290,9 +298,8 @@ def measure_longhorn(b: Bench) -> None:
 
 def _measure_longhorn(b: Bench, shape, m: int, dtype: torch.dtype) -> None:
     fields = {"shape": [*shape, m], "dtype": _name(dtype)}
-    sets = []
-    for _ in range(SETS):
-        sets.append([b.random(*shape[:2], size, dtype=dtype) for size in (shape[2], shape[2], m, m)])
+    widths = shape[2], shape[2], m, m
+    sets = _sets(lambda: tuple(b.random(*shape[:2], width, dtype=dtype) for width in widths))
     wide, narrow = sets[0][0].nbytes, sets[0][2].nbytes
     forward = seconds_of(_forward(longhorn_scan, sets), b.device)
     b.add("longhorn", "longhorn", forward, 3 * wide + 2 * narrow, direction="forward", **fields)
@@ -337,9 +344,7 @@ def _measure_heads(b: Bench, shape, dtype: torch.dtype, state_dtype: torch.dtype
     batch, length, heads, size = shape
     name = "gateloop_heads" if state_dtype.is_complex else "gateloop_heads, real"
     fields = {"shape": [*shape, size], "dtype": _name(dtype)}
-    sets = []
-    for _ in range(SETS):
-        sets.append((*(b.random(*shape, dtype=dtype) for _ in "qkv"), b.coefficients(*shape, dtype=state_dtype)))
+    sets = _sets(lambda: (*(b.random(*shape, dtype=dtype) for _ in "qkv"), b.coefficients(*shape, dtype=state_dtype)))
     read, written = sum(x.nbytes for x in sets[0]), sets[0][2].nbytes
     with torch.no_grad():
         ours = seconds_of(_forward(gateloop_heads_scan, sets), b.device)
@@ -367,7 +372,7 @@ def measure_peers(b: Bench) -> None:
     """The scans of others on the same values, forward; each ratio is their time over ours."""
     for shape in [(2, 64, 16)] if b.tiny else [(8, 2048, 1024), (8, 8192, 1024), (1, 65536, 1024)]:
         for dtype in (FLOAT, HALF):
-            sets = [_pair(b)(shape, dtype) for _ in range(SETS)]
+            sets = _sets(functools.partial(_pair(b), shape, dtype))
             with torch.no_grad():
                 ours = seconds_of(_forward(linear_scan, sets), b.device)
             for name, (layout, scan) in gpu_peers.scans().items():
