@@ -175,7 +175,7 @@ class LonghornMixer(nn.Module):
         flipped = None if mask is None else mask.flip(1)
         if reset is not None:
             document = (reset if mask is None else reset & mask).cumsum(1).flip(1)
-            reset = document_starts(None, document, None, flipped, *x.shape[:2], carries_state=False)
+            reset = document_starts(None, document, None, flipped, *x.shape[:2], carries_state=False, some=True)
         return self.conv1d_b(x.flip(1), None, flipped, reset)[0].flip(1)
 
 

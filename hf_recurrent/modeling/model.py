@@ -66,6 +66,7 @@ def document_starts(
     batch: int,
     length: int,
     carries_state: bool,
+    some: bool = False,
 ) -> Tensor | None:
     """
     A document starts where `position_ids` is 0 or does not rise (collators may count from another number than 0),
@@ -76,6 +77,7 @@ def document_starts(
         cu_seq_lens: (documents + 1,), where each document of a single row starts, and at last L.
         mask: (B, L) bool, False at padding.
         carries_state: whether there is a state from before the first token.
+        some: whether some token is known to be a first one, so that none need be looked for, which a GPU is waited for.
 
     Returns:
         (B, L) bool, True at first tokens; None where there is nothing before any of them.
@@ -117,19 +119,21 @@ def document_starts(
                 f"cu_seq_lens_q must be integers, at least 2 of them, got {cu_seq_lens.dtype} of the shape "
                 f"{tuple(cu_seq_lens.shape)}"
             )
-        if not is_tracing(cu_seq_lens) and (cu_seq_lens.diff() < 0).any():
-            raise ValueError(f"cu_seq_lens_q must not fall, got {cu_seq_lens.tolist()}")
-        if not is_tracing(cu_seq_lens) and (cu_seq_lens[0] != 0 or cu_seq_lens[-1] != length):
-            raise ValueError(
-                f"cu_seq_lens_q must run from 0 to the row's length {length}, got {cu_seq_lens[0]} to {cu_seq_lens[-1]}"
-            )
+        if not is_tracing(cu_seq_lens):
+            ends = cu_seq_lens.tolist()  # at once: at each look a GPU is waited for
+            if ends != sorted(ends):
+                raise ValueError(f"cu_seq_lens_q must not fall, got {ends}")
+            if ends[0] != 0 or ends[-1] != length:
+                raise ValueError(
+                    f"cu_seq_lens_q must run from 0 to the row's length {length}, got {ends[0]} to {ends[-1]}"
+                )
         document = torch.searchsorted(cu_seq_lens[1:].long(), columns, right=True)
         starts = starts | first | (document != previous(document))
     if not carries_state:
         starts = starts & ~first
     if mask is not None:
         starts = starts & mask
-    return None if not is_tracing(starts) and not starts.any() else starts
+    return None if not some and not is_tracing(starts) and not starts.any() else starts
 
 
 def classes_checked(

@@ -43,8 +43,9 @@ def _drive(
 
 
 def _read(h: Tensor, c: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    # The columns are those of Re C and -Im C in turn.
-    signs = c.new_tensor([scale, -scale])
+    # The columns are those of Re C and -Im C in turn. The signs are computed where c is: given numbers would be copied
+    # from the host at every token, which no CUDA graph can hold.
+    signs = torch.linspace(scale, -scale, 2, dtype=c.dtype, device=c.device)
     return F.linear(torch.view_as_real(h).flatten(-2).to(dtype), (c * signs).flatten(1).to(dtype))
 
 
