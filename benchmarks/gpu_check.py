@@ -1,18 +1,21 @@
 """Every cell and dtype on a device against the float64 loop on the CPU, forward and all gradients, twice bit for bit.
 
-python benchmarks/gpu_check.py                 # what `make bench-gpu` checks first
-python benchmarks/gpu_check.py --small         # few and small shapes, as for compute-sanitizer
+python benchmarks/gpu_check.py                     # what `make bench-gpu` checks first
+python benchmarks/gpu_check.py --small             # few and small shapes in one process, as for compute-sanitizer
+python benchmarks/gpu_check.py --only heads s5     # the cases whose names have one of these in them
 """
 
 import argparse
 import contextlib
+import functools
 import multiprocessing
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
@@ -29,6 +32,9 @@ from hf_recurrent.scan.cells import BY_NAME, S5
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RUNS = 2  # of each kernel, which must agree bit for bit
+LIMIT = 60.0  # seconds of a case; most take a tenth of a second, nearly all of it the loop's
+START_LIMIT = 180.0  # of a process that starts: PyTorch is read from disk, by all of them at once
+MOST_PROCESSES = {"cuda": 12, "cpu": 2}  # beside each other
 # (batch, length, channels): odd and even widths, one position, one channel, and lengths that are split into segments.
 SHAPES = [(1, 1, 1), (3, 1, 64), (3, 37, 33), (2, 300, 64), (5, 129, 520), (1, 4500, 16), (2, 2300, 7)]
 SMALL_SHAPES = [(2, 1, 5), (2, 70, 33), (1, 1030, 8)]
@@ -43,8 +49,8 @@ SMALL_HEADS_SHAPES = [(2, 21, 3, 4, 4), (1, 1030, 1, 3, 100)]
 
 def random_shapes(count: int) -> list[tuple[int, int, int]]:
     """Log-uniform batches up to 8, lengths up to 700, widths up to 900."""
-    most = torch.tensor([8.0, 700.0, 900.0])
-    return [tuple(int(n) for n in (most ** torch.rand(3)).round()) for _ in range(count)]
+    most, generator = torch.tensor([8.0, 700.0, 900.0]), torch.Generator()  # the same shapes in all processes
+    return [tuple(int(n) for n in (most ** torch.rand(3, generator=generator)).round()) for _ in range(count)]
 
 
 def _cases(small: bool) -> list[tuple[str, Callable[[str, torch.device], None]]]:
@@ -84,21 +90,6 @@ def _modules(small: bool) -> set[cuda_kernels.Module]:
         kinds = [(dtype, torch.complex64) for dtype in DTYPES] + [(DTYPES[0], torch.float32)]
         modules |= {gateloop_heads_cuda.module_for(*kind, d_k, d_v) for kind in kinds}
     return modules
-
-
-def _compile(modules: set[cuda_kernels.Module], device: torch.device) -> None:
-    """Into the cache, on every core: one after the other they take a minute or more, and threads take as long, since
-    NVRTC compiles one program at a time in each process. What cannot be compiled fails its cases."""
-    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    missing = [module for module in modules if not cuda_kernels.is_compiled(module, architecture)]
-    if not missing:
-        return
-    workers = min(len(missing), os.cpu_count() or 1, 16)
-    with (
-        contextlib.suppress(BrokenProcessPool),
-        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool,  # a forked one has no CUDA
-    ):
-        wait([pool.submit(cuda_kernels.cubin, module, architecture) for module in missing])
 
 
 def _options(batch: int, length: int) -> list[dict]:
@@ -159,38 +150,237 @@ def _heads_case(shape, dtype, complex_state):
     return check
 
 
-def check_all(device: torch.device, small: bool = False, progress: Callable = iter) -> dict:
-    """Runs every case, each kernel twice on the same inputs.
+# ---- side by side ----------------------------------------------------------------------------------------------------
+
+
+def _described(error: Exception) -> str:
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {line.filename}:{line.lineno}: {error}"[:500]
+
+
+def _serve(connection: Connection) -> None:
+    """What a process of the pool runs: the tasks that come, one after the other."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, OSError):  # whoever gave them is gone
+        connection.send((None, 0.0, False))  # it is there
+        while True:
+            task = connection.recv()
+            start, error, spoilt = time.perf_counter(), None, False
+            try:
+                task()
+            except Exception as raised:  # told, so that the others are done too
+                error = _described(raised)
+                try:
+                    if torch.cuda.is_initialized():
+                        torch.cuda.synchronize()
+                except Exception:  # as after an illegal access: this process cannot use the GPU any more
+                    spoilt = True
+            connection.send((error, time.perf_counter() - start, spoilt))
+
+
+@dataclass
+class _Worker:
+    process: multiprocessing.process.BaseProcess
+    connection: Connection
+    deadline: float  # of its task
+    task: int | None
+
+
+class Pool:
+    """Up to so many processes that do one task at a time. One that dies, or takes longer than a task may, costs that
+    task alone: another takes its place."""
+
+    _STARTING = -1  # a task of its own
+
+    def __init__(self, count: int):
+        self.count, self.workers = count, []
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for worker in self.workers:
+            worker.process.kill()  # nothing of theirs is needed, and what they do may hang
+        for worker in self.workers:
+            worker.process.join(10)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # a forked one has no CUDA
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()  # so that ours ends with the process
+        self.workers.append(_Worker(process, ours, time.monotonic() + START_LIMIT, self._STARTING))
+
+    def _end(self, worker: _Worker) -> None:
+        self.workers.remove(worker)
+        worker.process.kill()
+        worker.process.join(10)
+        worker.connection.close()
+        if worker.task == self._STARTING:
+            self.count -= 1  # the next could not start either
+
+    def _outcome(self, worker: _Worker) -> tuple[str | None, float]:
+        try:
+            error, seconds, spoilt = worker.connection.recv()
+        except (EOFError, OSError):
+            worker.process.join(10)
+            self._end(worker)
+            return f"its process died, with exit code {worker.process.exitcode}", 0.0
+        if spoilt:
+            self._end(worker)
+        return error, seconds
+
+    def run(self, tasks: Sequence[Callable[[], object]]) -> Iterator[tuple[int, str | None, float]]:
+        """(number of the task, what has gone wrong or None, seconds) of each, as it is done."""
+        waiting = list(range(len(tasks)))[::-1]
+        while True:
+            for worker in self.workers:
+                if worker.task is None and waiting:
+                    worker.task, worker.deadline = waiting.pop(), time.monotonic() + LIMIT
+                    with contextlib.suppress(OSError):  # it has died since: seen below
+                        worker.connection.send(tasks[worker.task])
+            starting = sum(worker.task == self._STARTING for worker in self.workers)
+            for _ in range(min(self.count - len(self.workers), len(waiting) - starting)):
+                self._start()
+            busy = [worker for worker in self.workers if worker.task is not None]
+            if not busy or (not waiting and all(worker.task == self._STARTING for worker in busy)):
+                break
+            soonest = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
+            answered = wait([worker.connection for worker in busy], soonest)
+            for worker in busy:
+                task = worker.task
+                if worker.connection in answered:
+                    outcome = self._outcome(worker)
+                elif time.monotonic() >= worker.deadline:
+                    self._end(worker)
+                    outcome = f"not done in {LIMIT:.0f} s", LIMIT
+                else:
+                    continue
+                worker.task = None
+                if task != self._STARTING:
+                    yield task, *outcome
+        for task in waiting:
+            yield task, "not run: no process could be started", 0.0
+
+
+def _compile(modules: set[cuda_kernels.Module], device: torch.device, pool: Pool) -> int:
+    """Into the cache, in all processes: one after the other they take a minute or more, and threads take as long, since
+    NVRTC compiles one program at a time in each process. What cannot be compiled fails its cases.
 
     Returns:
-        {"cases": how many, "failures": [{"case", "error"}]}.
+        How many were not there.
     """
-    if device.type == "cuda":
-        _compile(_modules(small), device)
-    failures, cases = [], _cases(small)
-    for number, (name, check) in enumerate(progress(cases)):
+    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    missing = [module for module in modules if not cuda_kernels.is_compiled(module, architecture)]
+    return len(list(pool.run([functools.partial(_compile_one, module, architecture) for module in missing])))
+
+
+def _compile_one(module: cuda_kernels.Module, architecture: str) -> None:
+    cuda_kernels.cubin(module, architecture)
+
+
+@functools.cache
+def _all_cases() -> list[tuple[str, Callable[[str, torch.device], None]]]:
+    return _cases(False)
+
+
+def _check(cases: list, number: int, device: torch.device) -> None:
+    torch.manual_seed(number)
+    cases[number][1](device.type, device)
+
+
+def _check_one_of_all(number: int, device: torch.device) -> None:
+    """For another process, which a case itself cannot be sent to."""
+    _check(_all_cases(), number, device)
+
+
+def _in_turn(tasks: Sequence[Callable[[], object]]) -> Iterator[tuple[int, str | None, float]]:
+    """`Pool.run`, in this process."""
+    for number, task in enumerate(tasks):
+        start, error = time.perf_counter(), None
         try:
-            torch.manual_seed(number)
-            check(device.type, device)
-        except Exception as error:  # recorded, so that the others are checked too
-            line = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{type(error).__name__} at {line.filename}:{line.lineno}"
-            failures.append({"case": name, "error": f"{where}: {error}"[:500]})
-    return {"cases": len(cases), "failures": failures}
+            task()
+        except Exception as raised:
+            error = _described(raised)
+        yield number, error, time.perf_counter() - start
+
+
+def check_all(
+    device: torch.device,
+    small: bool = False,
+    progress: Callable = iter,
+    only: Sequence[str] = (),
+    tell: Callable[[str], object] | None = None,
+) -> dict:
+    """Runs every case, each kernel twice on the same inputs; `small` ones in this process, the others side by side in
+    several, since nearly all of the time is the loop's on the CPU.
+
+    Args:
+        progress: what the cases are walked by, one step as each is done.
+        only: parts of names; where there are any, cases with none of them are left out.
+        tell: is called with a line for what has been done and what has failed, as it happens.
+
+    Returns:
+        {"cases": how many, "failures": [{"case", "error"}], "seconds": {"kernels", "cases"}, "slowest": [{"case",
+        "seconds"}]}.
+    """
+    tell = tell or (lambda line: None)
+    cases = _cases(True) if small else _all_cases()
+    names = {n: name for n, (name, _) in enumerate(cases) if not only or any(part in name for part in only)}
+    failures, seconds, times = {}, {}, {}
+    processes = min(os.cpu_count() or 1, MOST_PROCESSES[device.type])
+    numbers = list(names) if small else list(names)[::-1]  # those that take longest are near the end
+    with Pool(processes) as pool:
+        start = time.monotonic()
+        if device.type == "cuda" and not only:  # few cases compile what they need
+            count = _compile(_modules(small), device, pool)
+            tell(f"{count} kernels compiled in {time.monotonic() - start:.1f} s")
+        seconds["kernels"], start = round(time.monotonic() - start, 1), time.monotonic()
+        if small:
+            done = _in_turn([functools.partial(_check, cases, n, device) for n in numbers])
+        else:
+            done = pool.run([functools.partial(_check_one_of_all, n, device) for n in numbers])
+        for _ in progress([cases[n] for n in numbers]):
+            place, error, times[numbers[place]] = next(done)
+            if error is not None:
+                failures[numbers[place]] = error
+                tell(f"{names[numbers[place]]}: {error}")
+        seconds["cases"] = round(time.monotonic() - start, 1)
+    tell(f"{len(names)} cases checked in {seconds['cases']} s")
+    slowest = sorted(times, key=times.get, reverse=True)[:5]
+    return {
+        "cases": len(names),
+        "failures": [{"case": names[n], "error": failures[n]} for n in sorted(failures)],
+        "seconds": seconds,
+        "slowest": [{"case": names[n], "seconds": round(times[n], 2)} for n in slowest],
+    }
+
+
+def _lines(cases: list) -> Iterator:
+    """`cases`, with a line every ten seconds of how far it is."""
+    start = said = time.monotonic()
+    for number, case in enumerate(cases):
+        if time.monotonic() > said + 10:
+            said = time.monotonic()
+            print(f"{number} of {len(cases)} cases in {said - start:.0f} s", flush=True)
+        yield case
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
-    parser.add_argument("--small", action="store_true", help="few and small shapes")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cuda (default) or cpu")
+    parser.add_argument("--small", action="store_true", help="few and small shapes, in one process")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PATTERN", help="cases that have one of these in their names"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
-    found = check_all(device, arguments.small)
-    for failure in found["failures"]:
-        print(f"{failure['case']}: {failure['error']}")
+    found = check_all(device, arguments.small, _lines, arguments.only, functools.partial(print, flush=True))
+    print("slowest:", ", ".join(f"{case['case']} {case['seconds']} s" for case in found["slowest"]))
     print(f"{found['cases'] - len(found['failures'])} of {found['cases']} cases are right")
-    return bool(found["failures"])
+    return 1 if found["failures"] or not found["cases"] else 0
 
 
 if __name__ == "__main__":

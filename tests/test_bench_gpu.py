@@ -1,10 +1,13 @@
 """The GPU benchmark's own code, on the CPU with tiny sizes."""
 
 import contextlib
+import functools
 import json
+import operator
 import os
+import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 
 import psutil
@@ -100,8 +103,11 @@ def test_all_kernels_of_the_checks_are_compiled_first(gpu, monkeypatch):
     assert launched == modules
     there = next(iter(modules))
     monkeypatch.setattr(cuda_kernels, "is_compiled", lambda module, architecture: module == there)
-    monkeypatch.setattr(gpu_check, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
-    gpu_check._compile(modules, torch.device("cuda", 0))
+
+    class InTurn:
+        run = staticmethod(gpu_check._in_turn)
+
+    assert gpu_check._compile(modules, torch.device("cuda", 0), InTurn()) == len(modules) - 1
     assert compiled == {(module, "sm_90") for module in modules - {there}}
 
 
@@ -115,10 +121,69 @@ def test_kernels_are_compiled_in_other_processes(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     module = cuda.module_for("linear", torch.float32, 4)
     assert not cuda_kernels.is_compiled(module, "sm_90")
-    gpu_check._compile({module}, torch.device("cuda", 0))
+    with gpu_check.Pool(2) as pool:
+        assert gpu_check._compile({module}, torch.device("cuda", 0), pool) == 1
+        assert gpu_check._compile({module}, torch.device("cuda", 0), pool) == 0
     assert cuda_kernels.is_compiled(module, "sm_90")
     monkeypatch.setattr(cuda_kernels, "compile_module", None)
     assert cuda_kernels.cubin(module, "sm_90").startswith(b"\x7fELF")
+
+
+def test_a_task_that_dies_or_hangs_costs_no_other(gpu, monkeypatch):
+    import gpu_check
+
+    monkeypatch.setattr(gpu_check, "LIMIT", 1.0)
+    tasks = [
+        functools.partial(os._exit, 3),
+        functools.partial(time.sleep, 100),
+        functools.partial(operator.truediv, 1, 0),
+        *[functools.partial(operator.add, 1, 2)] * 4,
+    ]
+    with gpu_check.Pool(2) as pool:
+        found = {number: error for number, error, _ in pool.run(tasks)}
+        again = list(pool.run(tasks[-1:]))
+        processes = [psutil.Process(worker.process.pid) for worker in pool.workers]
+    assert found.keys() == set(range(7)) and [found[n] for n in range(3, 7)] == [None] * 4
+    assert found[0] == "its process died, with exit code 3" and found[1] == "not done in 1 s"
+    assert found[2].startswith("ZeroDivisionError at ")
+    assert [(number, error) for number, error, _ in again] == [(0, None)]
+    assert processes and not any(process.is_running() for process in processes)
+
+
+def test_processes_that_cannot_start(gpu, monkeypatch):
+    import gpu_check
+
+    monkeypatch.setattr(gpu_check, "START_LIMIT", 0.0)
+    with gpu_check.Pool(2) as pool:
+        found = list(pool.run([functools.partial(operator.add, 1, 2)] * 3))
+    assert sorted(found) == [(number, "not run: no process could be started", 0.0) for number in range(3)]
+
+
+def test_chosen_cases(gpu, tmp_path):
+    """In processes of their own; what is said on the way, and at last."""
+    command = [sys.executable, BENCHMARKS / "gpu_check.py", "--device", "cpu", "--only", "(1, 1, 1)", "(2, 65"]
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    *_, checked, slowest, right = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    count = int(checked.split()[0])
+    assert count > 30 and checked.startswith(f"{count} cases checked in ")
+    assert slowest.startswith("slowest: ") and slowest.count(" s, ") == 4
+    assert right == f"{count} of {count} cases are right"
+
+
+def test_a_case_that_fails_is_named(gpu, monkeypatch):
+    import gpu_check
+
+    def wrong(backend, device):
+        raise AssertionError("another number")
+
+    said = []
+    monkeypatch.setattr(gpu_check, "_cases", lambda small: [("right", lambda *_: None), ("wrong", wrong)] * 2)
+    found = gpu_check.check_all(torch.device("cpu"), True, only=["wrong"], tell=said.append)
+    assert found["cases"] == 2 and [failure["case"] for failure in found["failures"]] == ["wrong", "wrong"]
+    assert found["failures"][0]["error"].endswith("another number") and len(found["slowest"]) == 2
+    assert said[0].startswith("wrong: AssertionError at ") and said[-1].startswith("2 cases checked in ")
 
 
 def test_a_gpu_that_cannot_be_cleared_is_recorded(gpu, monkeypatch):
