@@ -95,6 +95,36 @@ def test_segments_of_time(host):
     compare(inputs_for(1, 1030, 1, 3, 100, FLOAT), "cuda")
 
 
+# Heads that fill their blocks, of which whole tiles without flags are read and walked with nothing asked of a position.
+WHOLE = [(2, 37, 16, 4, 4), (1, 45, 16, 8, 8), (1, 22, 4, 16, 16), (1, 17, 1, 64, 64)]
+
+
+@pytest.mark.parametrize("shape", WHOLE, ids=str)
+@pytest.mark.parametrize("dtype, complex_state", [(FLOAT, True), (HALF, True), (HALF, False)], ids=str)
+def test_whole_tiles(host, shape, dtype, complex_state):
+    few = torch.zeros(shape[:2], dtype=torch.bool)
+    few[:, 13] = True
+    compare(inputs_for(*shape, dtype, complex_state), "cuda")
+    compare(inputs_for(*shape, dtype, complex_state), "cuda", reverse=True)
+    if shape[3] < 64:
+        compare(inputs_for(*shape, dtype, complex_state), "cuda", mask=~few.roll(7, 1), reset=few)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_whole_tiles_in_segments_and_strided(host, reverse):
+    host.multiprocessors = 8
+    *inputs, state = inputs_for(1, 1030, 16, 4, 4, FLOAT)
+    few = torch.zeros(1, 1030, dtype=torch.bool)
+    few[:, 700] = True
+    for options in ({}, {"reset": few}):
+        compare([*inputs, state], "cuda", reverse=reverse, **options)
+    assert {"gateloop_heads_forward_segments", "gateloop_heads_backward_segments"} <= set(host.launched)
+    want = gateloop_heads_scan(*inputs, state, reverse=reverse)
+    moved = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in inputs]
+    got = gateloop_heads_scan(*moved, state, reverse=reverse)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
 @pytest.mark.parametrize("shared", [(0,), (1,), (2,), (0, 1, 3), (0, 1, 2, 3)], ids=str)
 def test_shared_transitions(host, shared):
     compare(inputs_for(2, 9, 3, 4, 4, FLOAT, shared=shared), "cuda")
@@ -103,8 +133,10 @@ def test_shared_transitions(host, shared):
 def test_repeats_and_no_race(host):
     """Two runs are alike bit for bit, whatever the order of a block's threads between two barriers."""
     cases = [((2, 21, 5, 4, 4), 1), ((1, 1030, 2, 4, 4), 4), ((1, 80, 1, 3, 100), 1), ((2, 9, 1, 16, 16), 1)]
+    cases += [((1, 1030, 16, 4, 4), 4), ((1, 29, 16, 8, 8), 1), ((1, 80, 1, 64, 64), 1)]
     for shape, host.multiprocessors in cases:
         mask, reset = mask_and_reset(*shape[:2])
+        mask[:, shape[1] // 3 : shape[1] // 3 * 2], reset[:, shape[1] // 3 : shape[1] // 3 * 2] = True, False
         inputs, start = inputs_for(*shape, FLOAT), random(*shape[2:], dtype=COMPLEX)
         weights = random(*inputs[2].shape, dtype=DOUBLE), random(*inputs[4].shape, dtype=torch.complex128)
 

@@ -9,18 +9,19 @@
 // For each head and position with complex states, float32 (bfloat16): forward moves 8 bytes of a and 8 (4) of q and k for
 // each row, 8 (4) of v and y for each column. Backward moves the inputs twice, since it makes its checkpoints first, grad_y,
 // the gradients, and of each state 16 bytes / kSteps / kTiles for the checkpoints; where there are slices, their sums too.
-// Instructions in the PTX of a thread with four states: 60 for a position forward, 150 backward, and 35 in the walk that makes
-// checkpoints, of which 24, 88 and 20 are the cell's own; a tile's loads and stores come to less than a third of that.
-//   d_k = d_v =  8: forward  192 (128) bytes,   900 instructions; backward   610 (460) bytes,    3000 instructions
-//               16:          384 (256),        3800;                        1470 (1180),        11500
-//               64:         1540 (1020),      60000;                       13000 (12000),      250000
+// Instructions of a thread with four states for a position, as assembled for sm_90, where a tile is whole and has no flags:
+// about 80 forward, 145 backward, and 45 in the walk that makes checkpoints, of which 24, 88 and 20 are the cell's own. Other
+// tiles are walked with a question at every position and load, in about twice as many.
+//   d_k = d_v =  8: forward  192 (128) bytes,  1300 instructions; backward   610 (460) bytes,    3000 instructions
+//               16:          384 (256),        4900;                        1470 (1180),        12000
+//               64:         1540 (1020),      84000;                       13000 (12000),      245000
 // A GPU that runs 8 instructions while its memory moves a byte is bound by memory at 8, by both at 16, by arithmetic at 64:
 // there checkpoints lie kTiles tiles apart, which leaves an eighth of them, and are filled in by walking once more.
 // Registers of a thread, backward: 2 kSteps kPer = 64 for the tile's states, 8 each for the state before it and the gradient
 // that goes back, up to 32 for the next tile's inputs: two blocks of 128 threads to a multiprocessor, at least.
 //
-// Compiled by NVRTC for what q, k and v hold, HFR_TYPE, the state, HFR_STATE, d_k, HFR_ROWS, and the division of a head's states
-// that hf_recurrent.scan.gateloop_heads_cuda has chosen, which is the same for many d_v.
+// Compiled by NVRTC for what q, k and v hold, HFR_TYPE, the state, HFR_STATE, d_k, HFR_ROWS, and the division of a head's
+// states that hf_recurrent.scan.gateloop_heads_cuda has chosen, which is the same for many d_v.
 #include "device.h"
 
 using namespace hfr;
@@ -75,6 +76,8 @@ struct Problem : Scan<State> {  // `channels` are heads
   HFR_DEVICE int slices() const { return kSliced ? (int)((columns + kSlice - 1) / kSlice) : 1; }
   HFR_DEVICE int slice() const { return kSliced ? blockIdx.x % slices() : 0; }
   HFR_DEVICE Index head(int in_block) const { return (Index)(blockIdx.x / slices()) * kHeads + in_block; }
+  HFR_DEVICE bool all_exist() const { return kFull && head(kHeads) <= channels; }  // the rows and columns of this block
+  HFR_DEVICE Index along(Index stride) const { return reverse ? -stride : stride; }  // from one step to the next
 };
 
 // The numbers of a row, or their gradients.
@@ -103,11 +106,14 @@ static_assert(sizeof(BackwardShared) <= 48 * 1024, "what a block may have");
 // columns, always the same, it is.
 template <int n>
 struct Element {
+  static constexpr int apart = kThreads / n;            // positions from one element of a thread to its next
+  static constexpr bool all = kSteps % apart == 0;      // every thread has as many
   int index;
   Index head;
 
   HFR_DEVICE explicit Element(const Problem& p) : index(threadIdx.x % n), head(p.head(index / (n / kHeads))) {}
-  HFR_DEVICE static int step(int i) { return (i * kThreads + (int)threadIdx.x) / n; }
+  HFR_DEVICE static int step(int i) { return i * apart + (int)threadIdx.x / n; }
+  HFR_DEVICE static bool in_tile(int i) { return all || step(i) < kSteps; }
   HFR_DEVICE int in_head() const { return index % (n / kHeads); }
 };
 
@@ -127,14 +133,68 @@ struct ColumnElement : Element<kBlockColumns> {
 
 // ---- a tile of the inputs --------------------------------------------------------------------------------------------
 
+// A number as it waits in a register to be used. 16 bits have one of their own: two in one would be put together, and so
+// waited for, right after they are asked for.
+template <class U, int size> struct Waiting {
+  typedef U type;
+  HFR_DEVICE static U hold(U x) { return x; }
+  HFR_DEVICE static U release(U x) { return x; }
+};
+template <class U> struct Waiting<U, 2> {
+  typedef unsigned int type;
+  HFR_DEVICE static unsigned int hold(U x) { return x.bits; }
+  HFR_DEVICE static U release(unsigned int x) { return {(unsigned short)x}; }
+};
+typedef Waiting<T, sizeof(T)> Waits;
+typedef Waits::type Held;
+HFR_DEVICE Held hold(T x) { return Waits::hold(x); }
+HFR_DEVICE T release(Held x) { return Waits::release(x); }
+
 // What a tile is read for: the state's way (a, k, v), the readout (q), its gradient (a, q, grad_y), or more of them.
 template <bool pushes, bool reads, bool grads>
 struct Tile {
-  T k[kRowElements], q[kRowElements], v[kColumnElements], grad[kColumnElements];
+  Held k[kRowElements], q[kRowElements], v[kColumnElements], grad[kColumnElements];
   Number a[kRowElements];
   unsigned char flag;
 
   HFR_DEVICE void fetch(const Problem& p, const Heads<T>& grad_y, Index b, Index start, Index end) {
+    if (p.all_exist() && start + kSteps <= end) {
+      fetch_whole(p, grad_y, b, start);
+    } else {
+      fetch_part(p, grad_y, b, start, end);
+    }
+    if (threadIdx.x < kSteps) flag = p.flag(b, start + threadIdx.x, end);
+  }
+
+  // Nothing is asked of an element, and one address follows from the one before.
+  HFR_DEVICE void fetch_whole(const Problem& p, const Heads<T>& grad_y, Index b, Index start) {
+    const RowElement row(p);
+    const ColumnElement column(p);
+    if (row.in_tile(0)) {
+      const Index t = p.position(start + row.step(0));
+      whole<RowElement>(p, p.a.at(b, row.head, row.in_head()) + t * p.a.l, p.a.l, a);
+      if (pushes) whole<RowElement>(p, p.k.at(b, row.head, row.in_head()) + t * p.k.l, p.k.l, k);
+      if (reads || grads) whole<RowElement>(p, p.q.at(b, row.head, row.in_head()) + t * p.q.l, p.q.l, q);
+    }
+    if (column.in_tile(0)) {
+      const Index t = p.position(start + column.step(0));
+      if (pushes) whole<ColumnElement>(p, p.v.at(b, column.head, column.column) + t * p.v.l, p.v.l, v);
+      if (grads) whole<ColumnElement>(p, grad_y.at(b, column.head, column.column) + t * grad_y.l, grad_y.l, grad);
+    }
+  }
+
+  template <class E, class U, class To, int n>
+  HFR_DEVICE static void whole(const Problem& p, const U* at, Index stride, To (&to)[n]) {
+    const Index apart = p.along(stride) * E::apart;
+#pragma unroll
+    for (int i = 0; i < n; ++i, at += apart) {
+      if (i == 0 || E::in_tile(i)) keep(*at, to[i]);
+    }
+  }
+  HFR_DEVICE static void keep(Number x, Number& to) { to = x; }
+  HFR_DEVICE static void keep(T x, Held& to) { to = hold(x); }
+
+  HFR_DEVICE void fetch_part(const Problem& p, const Heads<T>& grad_y, Index b, Index start, Index end) {
     const RowElement row(p);
     const ColumnElement column(p);
     const Number* const a_at = p.a.at(b, row.head, row.in_head());
@@ -144,49 +204,48 @@ struct Tile {
     const T* const grad_at = grad_y.at(b, column.head, column.column);
 #pragma unroll
     for (int i = 0; i < kRowElements; ++i) {
-      k[i] = q[i] = T();
+      k[i] = q[i] = Held();
       a[i].v[0] = State(0);
       const Index step = start + row.step(i);
-      if (row.step(i) >= kSteps || step >= end || !row.exists) continue;
+      if (!row.in_tile(i) || step >= end || !row.exists) continue;
       const Index t = p.position(step);
       a[i] = a_at[t * p.a.l];
-      if (pushes) k[i] = k_at[t * p.k.l];
-      if (reads || grads) q[i] = q_at[t * p.q.l];
+      if (pushes) k[i] = hold(k_at[t * p.k.l]);
+      if (reads || grads) q[i] = hold(q_at[t * p.q.l]);
     }
 #pragma unroll
     for (int i = 0; i < kColumnElements; ++i) {
-      v[i] = grad[i] = T();
+      v[i] = grad[i] = Held();
       const Index step = start + column.step(i);
-      if (column.step(i) >= kSteps || step >= end || !column.exists) continue;
+      if (!column.in_tile(i) || step >= end || !column.exists) continue;
       const Index t = p.position(step);
-      if (pushes) v[i] = v_at[t * p.v.l];
-      if (grads) grad[i] = grad_at[t * grad_y.l];
+      if (pushes) v[i] = hold(v_at[t * p.v.l]);
+      if (grads) grad[i] = hold(grad_at[t * grad_y.l]);
     }
-    if (threadIdx.x < kSteps) flag = p.flag(b, start + threadIdx.x, end);
   }
 
-  // Into shared memory, ready to be walked.
+  // Into shared memory, ready to be walked. Whether the tile is plain: whole, and without flags.
   template <class S>
-  HFR_DEVICE void settle(const Problem& p, S& shared) const {
+  HFR_DEVICE bool settle(const Problem& p, S& shared) const {
     const RowElement row(p);
     const ColumnElement column(p);
 #pragma unroll
     for (int i = 0; i < kRowElements; ++i) {
-      if (row.step(i) >= kSteps) continue;
+      if (!row.in_tile(i)) continue;
       Row to;
       part(a[i].v[0], to.a[0], to.a[1]);
-      to.k = load(k[i]), to.q = load(q[i]);
+      to.k = load(release(k[i])), to.q = load(release(q[i]));
       shared.rows[row.step(i)][row.index] = to;
     }
 #pragma unroll
     for (int i = 0; i < kColumnElements; ++i) {
-      if (column.step(i) >= kSteps) continue;
+      if (!column.in_tile(i)) continue;
       const int at = column.index / kPer, j = column.index % kPer;
-      if (pushes) shared.v[column.step(i)][at].v[j] = load(v[i]);
-      if constexpr (grads) shared.grad[column.step(i)][at].v[j] = load(grad[i]);
+      if (pushes) shared.v[column.step(i)][at].v[j] = load(release(v[i]));
+      if constexpr (grads) shared.grad[column.step(i)][at].v[j] = load(release(grad[i]));
     }
     if (threadIdx.x < kSteps) shared.flags[threadIdx.x] = flag;
-    __syncthreads();
+    return __syncthreads_and(threadIdx.x >= kSteps || flag == 0);
   }
 };
 
@@ -245,9 +304,10 @@ struct Place {
   HFR_DEVICE void advance(const Problem& p, const Shared& shared, int step, State (&s)[kPer]) const {
     const int flag = shared.flags[step];
     if (flag & kDrop) read(p, p.start, 0, s);
-    if (flag & kMasked) return;
-    const Row now = shared.rows[step][block_row()];
-    const Columns v = shared.v[step][block_columns()];
+    if (!(flag & kMasked)) push(p, shared.rows[step][block_row()], shared.v[step][block_columns()], s);
+  }
+
+  HFR_DEVICE void push(const Problem& p, const Row& now, const Columns& v, State (&s)[kPer]) const {
     State a;
     join(now.a, a);
 #pragma unroll
@@ -273,8 +333,10 @@ struct Place {
 HFR_DEVICE void store_sums(const Problem& p, const Shared& shared, Index b, Index start, int count, T* to) {
   const ColumnElement column(p);
   if (!column.exists) return;
+  const Index row = p.channels * p.columns, apart = p.along(row) * column.apart;
+  T* at = to + (b * p.length + p.position(start + column.step(0))) * row + column.head * p.columns + column.column;
 #pragma unroll
-  for (int i = 0; i < kColumnElements; ++i) {
+  for (int i = 0; i < kColumnElements; ++i, at += apart) {
     const int step = column.step(i);
     if (step >= count) break;
     Real sum = 0;
@@ -282,8 +344,7 @@ HFR_DEVICE void store_sums(const Problem& p, const Shared& shared, Index b, Inde
     for (int warp = 0; warp < kWarps; ++warp) {
       sum += shared.sums[step][column.index / kSlice][warp][column.in_head()];
     }
-    const Index position = b * p.length + p.position(start + step);
-    store(sum, to[(position * p.channels + column.head) * p.columns + column.column]);
+    store(sum, *at);
   }
 }
 
@@ -321,6 +382,13 @@ HFR_DEVICE Checkpoints of_row(const Problem& p, State* checkpoints, Index b) {
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
+HFR_DEVICE void read_out(const Problem& p, Shared& shared, const Place& place, int step, Real q, const State (&s)[kPer]) {
+  Real out[kPer];
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) out[i] = place.lives(p, i) ? Cell::read(s[i], q) : Real(0);
+  place.sum_rows(shared, step, out);
+}
+
 // From step `from` on, writing from `begin` on: y, or checkpoints.
 template <bool reads>
 HFR_DEVICE void walk(const Problem& p, Shared& shared, const Place& place, Index b, Index from, Index begin, Index end,
@@ -329,19 +397,31 @@ HFR_DEVICE void walk(const Problem& p, Shared& shared, const Place& place, Index
   Tile<true, reads, false> tile;
   tile.fetch(p, none, b, from, end);
   for (Index start = from; start < end; start += kSteps) {
-    tile.settle(p, shared);
+    const bool plain = tile.settle(p, shared);
     tile.fetch(p, none, b, start + kSteps, end);
     if (!reads && start >= begin) checkpoints.put(p, place, start / kSteps, s);
     const int count = end - start < kSteps ? (int)(end - start) : kSteps;
-#pragma unroll 4
-    for (int step = 0; step < count; ++step) {
-      place.advance(p, shared, step, s);
-      if (!reads) continue;
-      const Real q = shared.rows[step][place.block_row()].q;
-      Real out[kPer];
+    if (plain) {
+      Row next = shared.rows[0][place.block_row()];
+      Columns next_v = shared.v[0][place.block_columns()];
 #pragma unroll
-      for (int i = 0; i < kPer; ++i) out[i] = place.lives(p, i) ? Cell::read(s[i], q) : Real(0);
-      place.sum_rows(shared, step, out);
+      for (int step = 0; step < kSteps; ++step) {
+        const Row now = next;
+        const Columns v = next_v;
+        // Asked for before this position's sums are written: the compiler does not know that these are others.
+        if (step + 1 < kSteps) {
+          next = shared.rows[step + 1][place.block_row()];
+          next_v = shared.v[step + 1][place.block_columns()];
+        }
+        place.push(p, now, v, s);
+        if (reads) read_out(p, shared, place, step, now.q, s);
+      }
+    } else {
+#pragma unroll 1
+      for (int step = 0; step < count; ++step) {
+        place.advance(p, shared, step, s);
+        if (reads) read_out(p, shared, place, step, shared.rows[step][place.block_row()].q, s);
+      }
     }
     __syncthreads();
     if (reads && start >= begin) store_sums(p, shared, b, start, count, y);
@@ -360,16 +440,24 @@ HFR_DEVICE void forward_segments(const Problem& p, Shared& shared) {
     Tile<true, false, false> tile;
     tile.fetch(p, none, work.b, work.begin, work.end);
     for (Index start = work.begin; start < work.end; start += kSteps) {
-      tile.settle(p, shared);
+      const bool plain = tile.settle(p, shared);
       tile.fetch(p, none, work.b, start + kSteps, work.end);
-#pragma unroll 4
-      for (int step = 0; step < kSteps; ++step) {  // past the end all is masked
-        place.advance(p, shared, step, s);
-        cut = cut || (shared.flags[step] & kDrop);
-        if (shared.flags[step] & kMasked) continue;
+      const auto advance = [&](int step, int flag) {
+        const Row now = shared.rows[step][place.block_row()];
         State a;
-        join(shared.rows[step][place.block_row()].a, a);
+        join(now.a, a);
+        cut = cut || (flag & kDrop);
+        if (flag & kDrop) place.read(p, p.start, 0, s);
+        if (flag & kMasked) return;
+        place.push(p, now, shared.v[step][place.block_columns()], s);
         fill(product, a * product[0]);
+      };
+      if (plain) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) advance(step, 0);
+      } else {
+#pragma unroll 1
+        for (int step = 0; step < kSteps; ++step) advance(step, shared.flags[step]);  // past the end all is masked
       }
       __syncthreads();
     }
@@ -391,13 +479,14 @@ HFR_DEVICE void store_rows(const Problem& p, const BackwardShared& shared, const
                            int count) {
   const RowElement row(p);
   if (!row.exists) return;
+  const Index rows = p.channels * kRows, apart = p.along(rows) * row.apart;
+  const Index position = (p.slice() * p.batch + b) * p.length + p.position(start + row.step(0));
+  Index offset = position * rows + row.head * kRows + row.in_head();
 #pragma unroll
-  for (int i = 0; i < kRowElements; ++i) {
+  for (int i = 0; i < kRowElements; ++i, offset += apart) {
     const int step = row.step(i);
     if (step >= count) break;
     const Row sum = shared.grads[step][row.index];
-    const Index position = (p.slice() * p.batch + b) * p.length + p.position(start + step);
-    const Index offset = (position * p.channels + row.head) * kRows + row.in_head();
     store(sum.q, to.q[offset]);
     store(sum.k, to.k[offset]);
     Number a;
@@ -406,16 +495,24 @@ HFR_DEVICE void store_rows(const Problem& p, const BackwardShared& shared, const
   }
 }
 
+// What a position's gradients are made of.
+struct Position {
+  Row row;
+  Columns v, grad;
+
+  HFR_DEVICE Position(const BackwardShared& shared, const Place& place, int step)
+      : row(shared.rows[step][place.block_row()]),
+        v(shared.v[step][place.block_columns()]),
+        grad(shared.grad[step][place.block_columns()]) {}
+};
+
 // One position back: `s` is the state before it, `after` that after it; `carry`, the gradient of the state after it that
 // comes from later positions, becomes that of the state before it.
-HFR_DEVICE void step_back(const Problem& p, BackwardShared& shared, const Place& place, int step, const State (&s)[kPer],
-                          const State (&after)[kPer], State (&carry)[kPer]) {
-  const int flag = shared.flags[step];
-  const Row now = shared.rows[step][place.block_row()];
-  const Columns v = shared.v[step][place.block_columns()], grad = shared.grad[step][place.block_columns()];
+HFR_DEVICE void step_back(const Problem& p, BackwardShared& shared, const Place& place, int step, const Position& at, int flag,
+                          const State (&s)[kPer], const State (&after)[kPer], State (&carry)[kPer]) {
   State before[kPer], a, grad_a(0);
   Real grad_k = 0, grad_q = 0, grad_v[kPer];
-  join(now.a, a);
+  join(at.row.a, a);
 #pragma unroll
   for (int i = 0; i < kPer; ++i) before[i] = s[i];
   if (flag & kDrop) place.read(p, p.start, 0, before);
@@ -423,8 +520,9 @@ HFR_DEVICE void step_back(const Problem& p, BackwardShared& shared, const Place&
   for (int i = 0; i < kPer; ++i) {
     grad_v[i] = 0;
     if (!place.lives(p, i)) continue;
-    carry[i] = Cell::read_back(after[i], now.q, grad.v[i], carry[i], grad_q);
-    if (!(flag & kMasked)) carry[i] = Cell::backward(before[i], a, now.k, v.v[i], carry[i], grad_k, grad_v[i], grad_a);
+    carry[i] = Cell::read_back(after[i], at.row.q, at.grad.v[i], carry[i], grad_q);
+    if (flag & kMasked) continue;
+    carry[i] = Cell::backward(before[i], a, at.row.k, at.v.v[i], carry[i], grad_k, grad_v[i], grad_a);
   }
   place.sum_rows(shared, step, grad_v);
   Real of_row[4];  // as a Row has them
@@ -463,6 +561,11 @@ HFR_DEVICE void fill_in(const Problem& p, Shared& shared, const Place& place, In
   tiles.put(p, place, start / kSteps, s);
 }
 
+HFR_DEVICE void copy(const State (&from)[kPer], State (&to)[kPer]) {
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) to[i] = from[i];
+}
+
 // From the last tile that begins before `end` down to the segment's first, writing below the segment's end.
 HFR_DEVICE void walk_back(const Problem& p, BackwardShared& shared, const Place& place, const Heads<T>& grad_y,
                           const Checkpoints& checkpoints, State* scratch, const Gradients& to, const Work& work, Index end,
@@ -481,18 +584,33 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardShared& shared, const Place&
     } else {
       checkpoints.get(p, place, start / kSteps, states[0]);
     }
-    tile.settle(p, shared);
+    const bool plain = tile.settle(p, shared);
     if (start > work.begin) tile.fetch(p, grad_y, work.b, start - kSteps, end);
+    if (plain) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+      for (int step = 0; step < kSteps; ++step) {
+        copy(states[step], states[step + 1]);
+        place.push(p, shared.rows[step][place.block_row()], shared.v[step][place.block_columns()], states[step + 1]);
+      }
+      Position next(shared, place, kSteps - 1);
 #pragma unroll
-      for (int i = 0; i < kPer; ++i) states[step + 1][i] = states[step][i];
-      place.advance(p, shared, step, states[step + 1]);
-    }
+      for (int step = kSteps - 1; step >= 0; --step) {
+        const Position at = next;
+        if (step > 0) next = Position(shared, place, step - 1);  // as in `walk`
+        step_back(p, shared, place, step, at, 0, states[step], states[step + 1], carry);
+      }
+    } else {
 #pragma unroll
-    for (int step = kSteps - 1; step >= 0; --step) {
-      step_back(p, shared, place, step, states[step], states[step + 1], carry);
-      if (shared.flags[step] & kDrop) drop(p, place, writes ? to.start : nullptr, work.b * p.segments + work.segment, carry);
+      for (int step = 0; step < kSteps; ++step) {
+        copy(states[step], states[step + 1]);
+        place.advance(p, shared, step, states[step + 1]);
+      }
+#pragma unroll
+      for (int step = kSteps - 1; step >= 0; --step) {
+        const int flag = shared.flags[step];
+        step_back(p, shared, place, step, Position(shared, place, step), flag, states[step], states[step + 1], carry);
+        if (flag & kDrop) drop(p, place, writes ? to.start : nullptr, work.b * p.segments + work.segment, carry);
+      }
     }
     __syncthreads();
     if (!writes) continue;
@@ -514,11 +632,9 @@ HFR_DEVICE void backward_segments(const Problem& p, BackwardShared& shared, cons
     Tile<false, true, true> tile;
     tile.fetch(p, grad_y, work.b, start, work.end);
     for (; start >= work.begin; start -= kSteps) {
-      tile.settle(p, shared);
+      const bool plain = tile.settle(p, shared);
       if (start > work.begin) tile.fetch(p, grad_y, work.b, start - kSteps, work.end);
-#pragma unroll 4
-      for (int step = kSteps - 1; step >= 0; --step) {
-        const int flag = shared.flags[step];
+      const auto back = [&](int step, int flag) {
         const Row now = shared.rows[step][place.block_row()];
         const Columns grad = shared.grad[step][place.block_columns()];
         State a;
@@ -532,6 +648,13 @@ HFR_DEVICE void backward_segments(const Problem& p, BackwardShared& shared, cons
           if (!(flag & kMasked)) carry[i] = conj(a) * carry[i];
           if (flag & kDrop) carry[i] = State(0);
         }
+      };
+      if (plain) {
+#pragma unroll
+        for (int step = kSteps - 1; step >= 0; --step) back(step, 0);
+      } else {
+#pragma unroll 1
+        for (int step = kSteps - 1; step >= 0; --step) back(step, shared.flags[step]);
       }
       __syncthreads();
     }
