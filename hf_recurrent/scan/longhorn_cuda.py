@@ -16,20 +16,28 @@ def module_for(dtype: torch.dtype, states: int) -> Module:
     return Module("longhorn_cuda", (("HFR_TYPE", TYPES[dtype]), ("HFR_STATES", str(states))))
 
 
-def lanes(states: int) -> int:
-    """Threads to a channel, as in csrc/longhorn_cuda.cu."""
-    return 4 if states <= 16 else 8 if states <= 64 else 16
+def _division(states: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """As in csrc/longhorn_cuda.cu: threads to a channel, states and channels to a thread, and positions from one
+    checkpoint to the next."""
+    lanes = 8 if states <= 64 else 16
+    per = next(n for n in (1, 2, 4, 8) if n * lanes >= states)
+    size = STATE_DTYPES[dtype].itemsize
+    return lanes, per, 2 if per * size <= 16 else 1, 8 if per <= 4 and size == 4 else 4
 
 
-def steps(states: int) -> int:
-    """Positions to a tile, and from one checkpoint to the next, likewise."""
-    return 8 if states <= 4 * lanes(states) else 4
+def _along(x: Tensor, reverse: bool) -> list[int]:
+    """A tensor's address and strides in the order in which the state passes its positions."""
+    address, batch, length, channels = describe(x)
+    return (
+        [address + (x.shape[1] - 1) * length * x.element_size(), batch, -length, channels] if reverse else describe(x)
+    )
 
 
 def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, flags: Tensor | None, reverse: bool) -> Scan:
     channels, states = x.shape[2], k.shape[2]
-    blocks = -(-channels * lanes(states) // THREADS)
-    inputs = [part for tensor in (x, dt, k, q) for part in describe(tensor)]
+    lanes, _, columns, _ = _division(states, x.dtype)
+    blocks = -(-channels * lanes // (THREADS * columns))
+    inputs = [part for tensor in (x, dt, k, q) for part in _along(tensor, reverse)]
     module, state_dtype = module_for(x.dtype, states), STATE_DTYPES[x.dtype]
     return Scan(module, THREADS, blocks, x.shape, (channels, states), state_dtype, x.device, flags, reverse, inputs)
 
@@ -73,17 +81,18 @@ def backward(
     initial, grad_final = _readable(initial_state), _readable(grad_final)
     x, dt, k, q, grad_o = (aligned(t) for t in (x, dt, k, q, grad_o))
     scan = _scan(x, dt, k, q, flags, reverse)
-    (batch, length, channels), states = x.shape, k.shape[2]
-    checkpoints = grad_final.new_empty(batch, -(-length // steps(states)), channels, states)
+    (batch, length, _), states = x.shape, k.shape[2]
+    _, per, columns, steps = _division(states, x.dtype)
+    checkpoints = grad_final.new_empty(batch, -(-length // steps), scan.grid[0], THREADS, columns * per)
     scan.run_forward("longhorn_forward", initial, None, pointer(None), pointer(checkpoints))
     # Each block sums over its own channels; the blocks are summed below, in the same order at every run.
     grad_k, grad_q = grad_final.new_empty(2, batch, scan.grid[0], length, states)
     grad_initial = torch.empty_like(grad_final)
     if scan.segments > 1:
-        scan.run("longhorn_backward_segments", *describe(grad_o))
+        scan.run("longhorn_backward_segments", *_along(grad_o, reverse))
     scan.run(
         "longhorn_backward",
-        *describe(grad_o),
+        *_along(grad_o, reverse),
         *(pointer(t) for t in (checkpoints, grad_final, grad_initial, grad_x, grad_dt, grad_k, grad_q)),
     )
     return grad_x, grad_dt, grad_k.sum(1).to(k.dtype), grad_q.sum(1).to(q.dtype), grad_initial

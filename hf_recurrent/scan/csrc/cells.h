@@ -417,6 +417,18 @@ struct ZeroOrderHold {
   }
 };
 
+template <class T>
+HFR_INLINE T reciprocal(T x) { return T(1) / x; }
+
+#ifdef __CUDA_ARCH__
+// Of a number of at least 1: without what a division takes for those whose reciprocals overflow.
+HFR_INLINE float reciprocal(float x) {
+  float value;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+}
+#endif
+
 // Longhorn (arXiv 2407.14207, section 3, the diagonal form): a state of channels x m with
 //   eps = beta / (1 + beta kk),  beta = sigma(dt),  kk = sum_m k_m^2;   S_m = (1 - eps k_m^2) S'_m + eps x k_m.
 // With u = e^-dt, eps = 1 / (1 + u + kk). With e = eps and p = eps x the update is S_m = S'_m + k_m r, r = p - e k_m S'_m, so
@@ -428,7 +440,7 @@ struct LonghornCell {
   // eps, and its slope over dt.
   HFR_INLINE static T rate(T dt, T kk, T& slope) {
     T limit = dt < T(-87) ? T(-87) : dt;  // as in logistic
-    T u = exponential(-limit), e = T(1) / (T(1) + u + kk);
+    T u = exponential(-limit), e = reciprocal(T(1) + u + kk);
     slope = e * u * e;
     return e;
   }
