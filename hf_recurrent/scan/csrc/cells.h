@@ -439,7 +439,7 @@ template <class T>
 struct LonghornCell {
   // eps, and its slope over dt.
   HFR_INLINE static T rate(T dt, T kk, T& slope) {
-    T limit = dt < T(-87) ? T(-87) : dt;  // as in logistic
+    T limit = sizeof(T) > 4 && dt < T(-87) ? T(-87) : dt;  // as in logistic; in float32 the exponential has that limit
     T u = exponential(-limit), e = reciprocal(T(1) + u + kk);
     slope = e * u * e;
     return e;

@@ -121,9 +121,12 @@ struct alignas(16) Shared {
     return any != 0;
   }
 
-  // Where the part of lane 0 is for a channel of the block; kAcross * parts numbers on is that of the next lane.
-  HFR_DEVICE State* part(int step, int channel) {
-    return &parts_of[step][channel / kAcross][channel % kAcross * parts];
+  // Where the part of lane 0 is for a channel of the block; kAcross * parts numbers on is that of the next lane, and
+  // kOnward on that of the next position. Threads that have no position are given some place too.
+  static constexpr int kOnward = kWarps * kRow;
+
+  HFR_DEVICE const State* part(int step, int channel) const {
+    return &parts_of[step % steps][channel / kAcross][channel % kAcross * parts];
   }
 };
 
@@ -153,14 +156,15 @@ struct Keys {
     }
     flag_at = b * p.length + p.position(t);
     flag_on = p.along(on);
+    fill(k, T()), fill(q, T());
   }
 
-  // The next tile, of which `left` positions are there.
+  // The next tile, of which `left` positions are there. What is not there keeps what it had: zero where it never is, and
+  // against the flow, where only the first tile may be short; with the flow nothing reads it.
   HFR_DEVICE void fetch(const Problem& p, int left) {
     const bool there = step < left;
 #pragma unroll
     for (int i = 0; i < kNumber; ++i) {
-      k[i] = q[i] = T();
       if (!there || j + i * kShare >= kStates) continue;
       k[i] = k_at[i * kShare * p.k.d];
       if (reads) q[i] = q_at[i * kShare * p.q.d];
@@ -222,13 +226,13 @@ struct Elements {
       grad_at = grad_o.data + b * grad_o.b + t * grad_o.l + d * grad_o.d;
       grad_on = on * grad_o.l;
     }
+    fill(x, T()), fill(dt, T()), fill(grad, T());
   }
 
   HFR_DEVICE void fetch(int left, bool back) {
 #pragma unroll
     for (int row = 0; row < kNumber; ++row) {
       const int i = back ? kNumber - 1 - row : row;
-      x[i] = dt[i] = grad[i] = T();
       if (exists && step + i * kRows < left) {
         dt[i] = *dt_at;
         if (pushes) x[i] = *x_at;
@@ -265,7 +269,7 @@ struct Place {
       : lane(threadIdx.x % kWarp / kGroups), group(threadIdx.x % kGroups), warp(threadIdx.x / kWarp),
         channel(warp * kAcross + group * kColumns), d((Index)blockIdx.x * kChannels + channel) {}
 
-  // Of (rows, channels, m), from a multiple of 16 bytes on; states past m, and of channels past the last, are zero and stay out.
+  // Of (rows, channels, m), from a multiple of 16 bytes on; states past m and of channels past the last are zero and stay out.
   HFR_DEVICE void read(const Problem& p, const State* from, Index row, State (&s)[kOwn]) const {
 #pragma unroll
     for (int i = 0; i < kOwn; i += kWide) {
@@ -345,7 +349,10 @@ HFR_DEVICE void walk(const Problem& p, Memory& shared, const Place& place, Index
   keys.fetch(p, tiles.left(1));
   elements.fetch(tiles.left(0), false);
   const Index on = Wide::kOn * p.along(p.channels);
-  Index at = (b * p.length + p.position(from + elements.step)) * p.channels + (Index)blockIdx.x * kChannels + elements.channel;
+  if (reads) {
+    o += (b * p.length + p.position(from + elements.step)) * p.channels + (Index)blockIdx.x * kChannels + elements.channel;
+  }
+  const State* const parts = reads ? shared.part(elements.step, elements.channel) : nullptr;
   Index checkpoint = Place::checkpoint(p, b, from);
   const Index checkpoint_on = (Index)gridDim.x * kThreads * kOwn;
   __syncthreads();
@@ -377,13 +384,13 @@ HFR_DEVICE void walk(const Problem& p, Memory& shared, const Place& place, Index
       for (int i = 0; i < Wide::kNumber; ++i) {
         const int step = elements.step + i * Wide::kRows;
         if (step < count && elements.exists) {
-          const State* part = shared.part(step, elements.channel);
+          const State* const part = parts + i * Wide::kRows * Memory::kOnward;
           State out = part[0];
 #pragma unroll
           for (int lane = 1; lane < kLanes; ++lane) out += part[lane * kAcross];
-          store(out, o[at]);
+          store(out, *o);
         }
-        at += on;
+        o += on;
       }
     }
     buffer = shared.next(buffer);
@@ -510,7 +517,8 @@ HFR_DEVICE void walk_tile_back(BackwardMemory& shared, const Place& place, int b
 // What the walk left of the gradients of x and dt, and of kk.
 HFR_DEVICE void store_elements(const Problem& p, BackwardMemory& shared, const Gradients& to, const BackwardElements& at,
                                const T (&x)[BackwardElements::kNumber], const State (&e)[BackwardElements::kNumber],
-                               const State (&slope)[BackwardElements::kNumber], Index offset, Index on, int count) {
+                               const State (&slope)[BackwardElements::kNumber], const State* parts, Index offset, Index on,
+                               int count) {
   constexpr int kNumber = BackwardElements::kNumber, kRows = BackwardElements::kRows;
   State kk[kNumber];
 #pragma unroll
@@ -519,7 +527,7 @@ HFR_DEVICE void store_elements(const Problem& p, BackwardMemory& shared, const G
     kk[i] = 0;
     if (kRows > kSteps && step >= kSteps) continue;
     State sum[2];
-    const State* part = shared.part(step, at.channel);
+    const State* const part = parts + i * kRows * BackwardMemory::kOnward;
     take(part, sum);
 #pragma unroll
     for (int lane = 1; lane < kLanes; ++lane) {
@@ -554,8 +562,8 @@ HFR_DEVICE void store_keys(BackwardMemory& shared, const Gradients& to, const Ba
       k += shared.sums[sums][warp][at.step][j];
       q += shared.sums[sums][warp][at.step][kPadded + j];
     }
-    to.k[offset + j] = k;
-    to.q[offset + j] = q;
+    to.k[offset + i * BackwardKeys::kShare] = k;
+    to.q[offset + i * BackwardKeys::kShare] = q;
   }
 }
 
@@ -581,8 +589,11 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
   const Index on = BackwardElements::kRows * p.along(p.channels), tile_on = kSteps * p.along(p.channels);
   Index at =
       (b * p.length + p.position(start + elements.step)) * p.channels + (Index)blockIdx.x * kChannels + elements.channel;
+  const State* const parts = shared.part(elements.step, elements.channel);
+  // Those of k and q are written a tile later.
   const Index keys_on = kSteps * p.along(kStates);
-  Index keys_at = ((b * gridDim.x + blockIdx.x) * p.length + p.position(start + keys.step)) * kStates;
+  Index keys_at =
+      ((b * gridDim.x + blockIdx.x) * p.length + p.position(start + kSteps + keys.step)) * kStates + keys.j;
   __syncthreads();
   int buffer = 0, last = 0, sums = 0, count = 0, last_count = 0;
   for (int tile = 0; tile < tiles; ++tile) {
@@ -601,7 +612,7 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
     count = tile < silent ? 0 : tile == 0 ? left : kSteps;
     __syncthreads();
     // Of the tile before, whose parts of the gradient of kk are together by now.
-    store_keys(shared, to, keys, last, kSums == 2 ? 1 - sums : 0, keys_at + keys_on, last_count);
+    store_keys(shared, to, keys, last, kSums == 2 ? 1 - sums : 0, keys_at, last_count);
     if (kSums == 1) __syncthreads();
     if (shared.flagged(buffer)) {
       walk_tile_back<true>(shared, place, buffer, sums, s, carry);
@@ -609,7 +620,7 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
       walk_tile_back<false>(shared, place, buffer, sums, s, carry);
     }
     __syncthreads();
-    store_elements(p, shared, to, elements, x, e, slope, at, on, count);
+    store_elements(p, shared, to, elements, x, e, slope, parts, at, on, count);
     at -= tile_on;
     keys_at -= keys_on;
     last = buffer, last_count = count;
@@ -617,7 +628,7 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
     if (kSums == 2) sums = 1 - sums;
   }
   __syncthreads();
-  store_keys(shared, to, keys, last, kSums == 2 ? 1 - sums : 0, keys_at + keys_on, last_count);
+  store_keys(shared, to, keys, last, kSums == 2 ? 1 - sums : 0, keys_at, last_count);
 }
 
 template <bool flagged, class Memory>
@@ -735,9 +746,9 @@ HFR_KERNEL(kForwardBlocks) longhorn_backward_segments(HFR_PROBLEM, const T* grad
   backward_segments(p, shared, grad);
 }
 
-HFR_KERNEL(kBackwardBlocks) longhorn_backward(HFR_PROBLEM, const T* grad_o, Index g_b, Index g_l, Index g_d, const State* checkpoints,
-                             const State* grad_final, State* grad_initial, T* grad_x, T* grad_dt, State* grad_k,
-                             State* grad_q) {
+HFR_KERNEL(kBackwardBlocks) longhorn_backward(HFR_PROBLEM, const T* grad_o, Index g_b, Index g_l, Index g_d,
+                                              const State* checkpoints, const State* grad_final, State* grad_initial,
+                                              T* grad_x, T* grad_dt, State* grad_k, State* grad_q) {
   HFR_DESCRIBE
   __shared__ BackwardMemory shared;
   const View<T> grad = {grad_o, g_b, g_l, g_d};
