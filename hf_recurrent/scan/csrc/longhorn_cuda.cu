@@ -10,9 +10,9 @@
 // in registers, within warps, then over the warps of a block, then over blocks. All sums are formed in the same order at every
 // run.
 //
-// What bounds it is arithmetic, against 6 and 10 bytes in bfloat16 for each channel and position.
-//
-// Tiles without a mask or a reset, nearly all, take a path that tests for neither.
+// What bounds it is arithmetic: for each channel and position at m = 16 about 175 instructions forward, 120 where only
+// checkpoints are written, and 470 backward, of which the formulas are 64, 48 and 208; against 6 and 10 bytes in bfloat16. Tiles
+// without a mask or a reset, nearly all, take a path that tests for neither.
 //
 // Compiled by NVRTC for what the tensors hold, HFR_TYPE, and m, HFR_STATES.
 #include "device.h"
