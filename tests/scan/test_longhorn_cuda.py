@@ -15,8 +15,8 @@ from hf_recurrent.scan import longhorn_cuda, longhorn_scan
 @pytest.mark.parametrize(
     "dtype, m, architecture",
     [(torch.bfloat16, 16, architecture) for architecture in ARCHITECTURES]
-    + [(torch.float32, m, "sm_90") for m in (1, 16, 64, 128)]
-    + [(torch.float64, m, "sm_90") for m in (16, 64)],
+    + [(torch.float32, m, "sm_90") for m in (1, 12, 16, 17, 32, 48, 64, 128)]
+    + [(torch.float64, m, "sm_90") for m in (16, 32, 48, 64)],
     ids=str,
 )
 def test_compiles_without_spills(dtype, m, architecture):
@@ -31,7 +31,7 @@ def test_compiles_without_spills(dtype, m, architecture):
 
 
 # (batch, length, channels, m)
-SHAPES = [(1, 1, 1, 1), (3, 2, 33, 16), (2, 19, 35, 5), (1, 12, 20, 40)]
+SHAPES = [(1, 1, 1, 1), (3, 2, 33, 16), (2, 19, 35, 5), (1, 21, 35, 24), (1, 12, 20, 40)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

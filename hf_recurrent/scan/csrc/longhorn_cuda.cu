@@ -10,9 +10,9 @@
 // in registers, within warps, then over the warps of a block, then over blocks. All sums are formed in the same order at every
 // run.
 //
-// What bounds it is arithmetic: for each channel and position at m = 16 about 175 instructions forward, 120 where only
-// checkpoints are written, and 470 backward, of which the formulas are 64, 48 and 208; against 6 and 10 bytes in bfloat16. Tiles
-// without a mask or a reset, nearly all, take a path that tests for neither.
+// What bounds it is arithmetic: for each channel and position at m = 16 about 160 instructions forward, 115 where only
+// checkpoints are written, and 440 backward, of which the formulas are 64, 48 and 208; against 6 and 10 bytes in bfloat16.
+// Tiles without a mask or a reset, nearly all, take a path that tests for neither.
 //
 // Compiled by NVRTC for what the tensors hold, HFR_TYPE, and m, HFR_STATES.
 #include "device.h"
@@ -42,6 +42,11 @@ constexpr int kForwardBlocks = kOwn * sizeof(State) <= 16 ? 4 : kOwn * sizeof(St
 constexpr int kBackwardBlocks = kOwn * sizeof(State) <= 16 ? 3 : kOwn * sizeof(State) <= 32 ? 2 : 1;
 static_assert(kPadded >= kStates, "at most 128 states");
 static_assert(kChannels <= kWarp, "the channels of a position belong to one warp");
+// Where a thread has several states of a channel, those of the upper half of the groups hold them with the halves swapped: of
+// the sums over channels, each thread then sends its second half and keeps its first, without having to choose. Shared memory
+// has the keys in both orders, where it has room.
+constexpr int kHalf = kPadded * sizeof(State) <= 256 ? kPer / 2 : 0;
+constexpr int kOrders = kHalf ? 2 : 1;
 constexpr bool kFull = kStates == kPadded;  // every thread has states
 
 // How many numbers are read and written at once where n lie side by side.
@@ -90,7 +95,7 @@ struct Problem : Scan<State> {
 };
 
 constexpr int kSum = 2 * kPadded + (kPadded == 16 ? 16 : 0);  // numbers from one position's sums to the next: other banks
-constexpr int kSums = kWarps * kSteps * kSum * sizeof(State) <= 12288 ? 2 : 1;
+constexpr int kSums = kWarps * kSteps * kSum * sizeof(State) <= 6144 ? 2 : 1;  // of 48 KiB
 
 // parts: 1 where threads leave their parts of o, 2 for those of the gradients of the push and of e, 0 for nothing.
 template <int steps, int parts>
@@ -100,7 +105,7 @@ struct alignas(16) Shared {
   // Keys are written a tile ahead, and those of the tile before are wanted for the gradients' last sums.
   static constexpr int kBuffers = parts == 2 ? 3 : 2;
 
-  State keys[kBuffers][steps][kLanes][2][kPer];  // k and q
+  State keys[kBuffers][steps][kOrders][kLanes][2][kPer];  // k and q, in each order of a thread's states
   State rates[steps][kChannels][2];              // e and the push
   State grad[steps][kChannels];
   State parts_of[parts ? steps : 1][kWarps][parts ? kRow : 1];
@@ -185,8 +190,12 @@ struct Keys {
       kk += number * number;
       const int at = j + i * kShare;
       if (kNumber * kShare != kPadded && at >= kPadded) continue;
-      shared.keys[buffer][step][at / kPer][0][at % kPer] = number;
-      if (reads) shared.keys[buffer][step][at / kPer][1][at % kPer] = load(q[i]);
+#pragma unroll
+      for (int order = 0; order < kOrders; ++order) {
+        State(&to)[2][kPer] = shared.keys[buffer][step][order][at / kPer];
+        to[0][at % kPer ^ order * kHalf] = number;
+        if (reads) to[1][at % kPer ^ order * kHalf] = load(q[i]);
+      }
     }
 #pragma unroll
     for (int lanes = 1; lanes < kShare; lanes *= 2) kk += __shfl_xor_sync(0xffffffffu, kk, lanes);
@@ -262,11 +271,12 @@ struct Elements {
 // ---- one thread's states ---------------------------------------------------------------------------------------------
 
 struct Place {
-  int lane, group, warp, channel;  // channel: the first, within the block
+  int lane, group, order, warp, channel;  // channel: the first, within the block
   Index d;
 
   HFR_DEVICE Place()
-      : lane(threadIdx.x % kWarp / kGroups), group(threadIdx.x % kGroups), warp(threadIdx.x / kWarp),
+      : lane(threadIdx.x % kWarp / kGroups), group(threadIdx.x % kGroups),
+        order(kHalf ? group / (kGroups / 2) : 0), warp(threadIdx.x / kWarp),
         channel(warp * kAcross + group * kColumns), d((Index)blockIdx.x * kChannels + channel) {}
 
   // Of (rows, channels, m), from a multiple of 16 bytes on; states past m and of channels past the last are zero and stay out.
@@ -279,9 +289,14 @@ struct Place {
 #pragma unroll
       for (int j = 0; j < kWide; ++j) s[i + j] = pack.v[j];
     }
+    turn(s);
   }
 
-  HFR_DEVICE void write(const Problem& p, const State (&s)[kOwn], State* to, Index row) const {
+  HFR_DEVICE void write(const Problem& p, const State (&states)[kOwn], State* to, Index row) const {
+    State s[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) s[i] = states[i];
+    turn(s);
 #pragma unroll
     for (int i = 0; i < kOwn; i += kWide) {
       Pack pack;
@@ -300,6 +315,17 @@ struct Place {
  private:
   static constexpr int kWide = kFull ? wide(kPer) : 1;
   typedef Vector<State, kWide> Pack;
+
+  // Between the order in memory and this thread's.
+  HFR_DEVICE void turn(State (&s)[kOwn]) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (i % kPer >= kHalf) continue;
+      const State first = s[i], second = s[i + kHalf];
+      s[i] = order ? second : first;
+      s[i + kHalf] = order ? first : second;
+    }
+  }
 
   HFR_DEVICE bool exists(const Problem& p, int i) const {
     return d + i / kPer < p.channels && (kFull || lane * kPer + i % kPer < kStates);
@@ -323,7 +349,7 @@ HFR_DEVICE void walk_tile(Memory& shared, const Place& place, int buffer, int fi
   for (int step = first; step < first + kSteps; ++step) {
     const int flag = flagged ? *shared.flag(buffer, step) : 0;
     State keys[(reads ? 2 : 1) * kPer], rates[2 * kColumns], out[kColumns];
-    take(shared.keys[buffer][step][place.lane][0], keys);
+    take(shared.keys[buffer][step][place.order][place.lane][0], keys);
     take(shared.rates[step][place.channel], rates);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -403,7 +429,7 @@ HFR_DEVICE void sum_tile(Memory& shared, const Place& place, int buffer, State (
   for (int step = 0; step < kLong; ++step) {
     const int flag = flagged ? *shared.flag(buffer, step) : 0;
     State keys[kPer], rates[2 * kColumns];
-    take(shared.keys[buffer][step][place.lane][0], keys);
+    take(shared.keys[buffer][step][place.order][place.lane][0], keys);
     take(shared.rates[step][place.channel], rates);
     cut = cut || (flag & kDrop);
 #pragma unroll
@@ -473,7 +499,7 @@ HFR_DEVICE void walk_tile_back(BackwardMemory& shared, const Place& place, int b
   for (int step = 0; step < kSteps; ++step) {
     const int flag = flagged ? *shared.flag(buffer, step) : 0;
     State k[kPer], rates[2 * kColumns];
-    take(shared.keys[buffer][step][place.lane][0], k);
+    take(shared.keys[buffer][step][place.order][place.lane][0], k);
     take(shared.rates[step][place.channel], rates);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -485,7 +511,7 @@ HFR_DEVICE void walk_tile_back(BackwardMemory& shared, const Place& place, int b
   for (int step = kSteps - 1; step >= 0; --step) {
     const int flag = flagged ? *shared.flag(buffer, step) : 0;
     State keys[2 * kPer], rates[2 * kColumns], grad[kColumns], of_rates[2 * kColumns], v[2 * kPer];
-    take(shared.keys[buffer][step][place.lane][0], keys);
+    take(shared.keys[buffer][step][place.order][place.lane][0], keys);
     take(shared.rates[step][place.channel], rates);
     take(&shared.grad[step][place.channel], grad);
     fill(of_rates, State(0)), fill(v, State(0));
@@ -505,12 +531,21 @@ HFR_DEVICE void walk_tile_back(BackwardMemory& shared, const Place& place, int b
       if (flag & kDrop) carry[i] = State(0);
     }
     put<2 * kColumns>(of_rates, &shared.parts_of[step][place.warp][(threadIdx.x % kWarp) * 2 * kColumns]);
+    constexpr int kKept = kHalf ? kHalf : kPer, kRest = kHalf ? kGroups / 2 : kGroups;
+    State kept[2 * kKept];  // of k, then of q
+#pragma unroll
+    for (int i = 0; i < 2 * kKept; ++i) {
+      const int at = i / kKept * kPer + i % kKept;
+      kept[i] = v[at];
+      if (kHalf) kept[i] += __shfl_xor_sync(0xffffffffu, v[at + kHalf], kGroups / 2);
+    }
     int first, n;
     bool write;
-    sum_over_lanes<1, kGroups>(v, first, n, write);
-    constexpr int kLeft = 2 * kPer > kGroups ? 2 * kPer / kGroups : 1;
-    State* to = &shared.sums[sums][place.warp][step][first / kPer * kPadded + place.lane * kPer + first % kPer];
-    if (write) put<kLeft>(v, to);
+    sum_over_lanes<1, kRest>(kept, first, n, write);
+    constexpr int kLeft = 2 * kKept > kRest ? 2 * kKept / kRest : 1;
+    const int at = first / kKept * kPadded + place.lane * kPer + place.order * kHalf + first % kKept;
+    if (write) put<(kLeft > kKept ? kKept : kLeft)>(kept, &shared.sums[sums][place.warp][step][at]);
+    static_assert(kLeft <= kKept, "one piece to a thread");
   }
 }
 
@@ -556,7 +591,7 @@ HFR_DEVICE void store_keys(BackwardMemory& shared, const Gradients& to, const Ba
   for (int i = 0; i < BackwardKeys::kNumber; ++i) {
     const int j = at.j + i * BackwardKeys::kShare;
     if (j >= kStates) continue;
-    State k = State(2) * shared.keys[buffer][at.step][j / kPer][0][j % kPer] * shared.grad_kk[at.step], q = 0;
+    State k = State(2) * shared.keys[buffer][at.step][0][j / kPer][0][j % kPer] * shared.grad_kk[at.step], q = 0;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
       k += shared.sums[sums][warp][at.step][j];
@@ -572,6 +607,7 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
                           const State* checkpoints, const Gradients& to, Index b, Index begin, Index writes_below, Index end,
                           State (&carry)[kOwn]) {
   constexpr int kNumber = BackwardElements::kNumber;
+  constexpr bool kAhead = kOwn * sizeof(State) < 64;  // whether registers are left for the next checkpoint
   const Index start = (end - 1) / kSteps * kSteps;
   BackwardElements elements(p, grad_o, b, start, true);
   BackwardKeys keys(p, b, start, true);
@@ -583,9 +619,10 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
   keys.fetch(p, tiles > 1 ? kSteps : 0);
   elements.fetch(left, true);
   State before[kOwn], s[kOwn];
+  fill(before, State(0));
   Index checkpoint = Place::checkpoint(p, b, start);
   const Index checkpoint_on = (Index)gridDim.x * kThreads * kOwn;
-  take(checkpoints + checkpoint, before);
+  if (kAhead) take(checkpoints + checkpoint, before);
   const Index on = BackwardElements::kRows * p.along(p.channels), tile_on = kSteps * p.along(p.channels);
   Index at =
       (b * p.length + p.position(start + elements.step)) * p.channels + (Index)blockIdx.x * kChannels + elements.channel;
@@ -605,10 +642,11 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
     for (int i = 0; i < kNumber; ++i) x[i] = elements.x[i];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) s[i] = before[i];
+    if (!kAhead) take(checkpoints + checkpoint, s);
     elements.fetch(tile + 1 < tiles ? kSteps : 0, true);
     keys.fetch(p, tile + 2 < tiles ? kSteps : 0);
     checkpoint -= checkpoint_on;
-    if (tile + 1 < tiles) take(checkpoints + checkpoint, before);
+    if (kAhead && tile + 1 < tiles) take(checkpoints + checkpoint, before);
     count = tile < silent ? 0 : tile == 0 ? left : kSteps;
     __syncthreads();
     // Of the tile before, whose parts of the gradient of kk are together by now.
@@ -638,7 +676,7 @@ HFR_DEVICE void sum_tile_back(Memory& shared, const Place& place, int buffer, St
   for (int step = kLong - 1; step >= 0; --step) {
     const int flag = flagged ? *shared.flag(buffer, step) : 0;
     State keys[2 * kPer], rates[2 * kColumns], grad[kColumns];
-    take(shared.keys[buffer][step][place.lane][0], keys);
+    take(shared.keys[buffer][step][place.order][place.lane][0], keys);
     take(shared.rates[step][place.channel], rates);
     take(&shared.grad[step][place.channel], grad);
     cut = cut || (flag & kDrop);
