@@ -10,7 +10,7 @@
 // in registers, within warps, then over the warps of a block, then over blocks. All sums are formed in the same order at every
 // run.
 //
-// What bounds it is arithmetic: for each channel and position at m = 16 about 160 instructions forward, 115 where only
+// What bounds it is arithmetic: for each channel and position at m = 16 about 175 instructions forward, 120 where only
 // checkpoints are written, and 440 backward, of which the formulas are 64, 48 and 208; against 6 and 10 bytes in bfloat16.
 // Tiles without a mask or a reset, nearly all, take a path that tests for neither.
 //
