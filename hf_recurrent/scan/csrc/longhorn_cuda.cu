@@ -11,7 +11,7 @@
 // run.
 //
 // What bounds it is arithmetic: for each channel and position at m = 16 about 175 instructions forward, 120 where only
-// checkpoints are written, and 440 backward, of which the formulas are 64, 48 and 208; against 6 and 10 bytes in bfloat16.
+// checkpoints are written, and 455 backward, of which the formulas are 64, 48 and 208; against 6 and 10 bytes in bfloat16.
 // Tiles without a mask or a reset, nearly all, take a path that tests for neither.
 //
 // Compiled by NVRTC for what the tensors hold, HFR_TYPE, and m, HFR_STATES.
