@@ -14,10 +14,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
+from typing import TextIO
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ from hf_recurrent.scan.ops import step_flags
 ROOT = Path(__file__).parents[1]
 SETS = 3  # of tensors, which consecutive calls use in turn, so that no cache has what a call reads
 PAST_CACHES = 2**30  # bytes of a set that is as good as several: twenty times what caches hold, and memory has an end
+SANITIZER_LIMIT = 75.0  # seconds, of both tools side by side
 FLOAT, HALF = torch.float32, torch.bfloat16
 
 
@@ -111,10 +113,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def measure_copy(b: Bench) -> None:
-    """The ceiling: a device-to-device copy, and torch.add beside it."""
+    """The ceiling: a device-to-device copy, and torch.add beside it. The copy is timed as it runs: a captured one is
+    left to the copy engine of an H200, which reaches two thirds of its memory's speed."""
     count = 2**14 if b.tiny else 2**28
     source, target = (torch.rand(count, device=b.device) for _ in "st")
-    seconds = seconds_of([lambda: target.copy_(source)], b.device)
+    seconds = eager_seconds_of(lambda: target.copy_(source), b.device, 0.5)
     b.copy_speed = 2 * source.nbytes / seconds
     b.add("copy", "copy", seconds, 2 * source.nbytes)
     other = torch.rand(count, device=b.device)
@@ -130,30 +133,39 @@ def measure_check(b: Bench) -> None:
 
 
 def measure_sanitizer(b: Bench) -> None:
-    """compute-sanitizer's memcheck and racecheck on small shapes, in a process of its own."""
+    """compute-sanitizer's memcheck and racecheck on small shapes, in processes of their own, side by side."""
     if b.device.type != "cuda" or shutil.which("compute-sanitizer") is None:
         b.not_measured["compute-sanitizer"] = "not installed" if b.device.type == "cuda" else "is for GPUs"
         return
+    limit = min(SANITIZER_LIMIT, max(b.left(), 1))
+    end, started = time.monotonic() + limit, []
     for tool in ("memcheck", "racecheck"):
+        # Memory of its own for each tensor: within PyTorch's large pieces no access is out of bounds.
+        environment = os.environ | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})
+        script = str(ROOT / "benchmarks/gpu_check.py")
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, script, "--small"]
+        output = tempfile.TemporaryFile("w+")
+        options = {"stdout": output, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+        started.append((tool, output, subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options)))
 
-        def run(tool: str = tool) -> None:
-            # Memory of its own for each tensor: within PyTorch's large pieces no access is out of bounds.
-            environment = os.environ | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})
-            script = str(ROOT / "benchmarks/gpu_check.py")
-            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, script, "--small"]
-            limit = min(100.0, max(b.left(), 1))
-            options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-            with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options) as process:
-                try:
-                    output, _ = process.communicate(timeout=limit)
-                except subprocess.TimeoutExpired as error:
-                    os.killpg(process.pid, signal.SIGKILL)  # what it runs too, which would go on using the GPU
-                    raise RuntimeError(f"not done in {limit:.0f} s") from error
-            summary = [line for line in output.splitlines() if "SUMMARY" in line or "cases are right" in line]
-            row = {"section": "sanitizer", "name": tool, "status": process.returncode, "summary": summary}
-            b.results.append(row | ({} if summary else {"output": output[-600:]}))
+    def finish(tool: str, output: TextIO, process: subprocess.Popen) -> None:
+        with output, process:
+            try:
+                process.wait(timeout=max(end - time.monotonic(), 0))
+            except subprocess.TimeoutExpired as error:
+                os.killpg(process.pid, signal.SIGKILL)  # what it runs too, which would go on using the GPU
+                raise RuntimeError(f"not done in {limit:.0f} s") from error
+            output.seek(0)
+            said = output.read()
+        summary = [line for line in said.splitlines() if "SUMMARY" in line or "cases are right" in line]
+        row = {"section": "sanitizer", "name": tool, "status": process.returncode, "summary": summary}
+        b.results.append(row | ({} if summary else {"output": said[-600:]}))
 
-        b.attempt(f"compute-sanitizer {tool}", run)
+    for one in started:
+        try:
+            finish(*one)
+        except Exception as error:  # recorded as by `attempt`, which runs nothing when time is up
+            b.not_measured[f"compute-sanitizer {one[0]}"] = f"{type(error).__name__}: {error}"
 
 
 def _sets(make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
@@ -230,12 +242,6 @@ def measure_long(b: Bench) -> None:
         for dtype in (FLOAT, HALF):
             what = f"linear_scan {shape} {_name(dtype)}"
             b.attempt(what, lambda s=shape, d=dtype: _measure_scan(b, "long", "linear", linear_scan, s, d, _pair(b)))
-
-    def in_two_passes() -> None:
-        with mock.patch.object(cuda, "row_for", lambda *_: cuda.ROW):
-            _measure_scan(b, "long", "linear, blocks of 32 channels", linear_scan, shapes[0], FLOAT, _pair(b))
-
-    b.attempt("the same in blocks of 32 channels", in_two_passes)
 
 
 def measure_cells(b: Bench) -> None:
@@ -329,8 +335,7 @@ def _measure_longhorn(b: Bench, shape, m: int, dtype: torch.dtype) -> None:
 
 
 def measure_heads(b: Bench) -> None:
-    """GateLoop's heads of d_k x d_v states against their own bytes, and with real transitions fla's gated linear
-    attention of the same sizes."""
+    """GateLoop's heads of d_k x d_v states against their own bytes."""
     sizes = [(2, 32, 2, 4)] if b.tiny else [(8, 4096, 192, 8), (8, 4096, 96, 16), (8, 2048, 12, 64), (1, 2**17, 192, 8)]
     for batch, length, heads, size in sizes:
         for dtype in (FLOAT, HALF):
@@ -356,20 +361,11 @@ def _measure_heads(b: Bench, shape, dtype: torch.dtype, state_dtype: torch.dtype
             calls.append(lambda a=arguments: torch.ops.hf_recurrent.gateloop_heads_backward(*a))
         seconds = seconds_of(calls, b.device)
         b.add("heads", name, seconds, 2 * read + written, direction="backward", **fields)
-        if state_dtype.is_complex:
-            return
-        logs = [(*x[:3], x[3].log()) for x in sets]
-        for peer, scan in gpu_peers.heads_scans().items():
-
-            def run(peer: str = peer, scan: Callable = scan) -> None:
-                seconds = eager_seconds_of(lambda: scan(*logs[0]), b.device)
-                b.add("heads", peer, seconds, direction="forward", **fields, times_ours=round(seconds / ours, 3))
-
-            b.attempt(f"{peer} {shape} {_name(dtype)}", run)
 
 
 def measure_peers(b: Bench) -> None:
-    """The scans of others on the same values, forward; each ratio is their time over ours."""
+    """The scans of others on the same values, forward; each ratio is their time over ours. Those of heads with real
+    states are last, since Triton tunes them for minutes."""
     for shape in [(2, 64, 16)] if b.tiny else [(8, 2048, 1024), (8, 8192, 1024), (1, 65536, 1024)]:
         for dtype in (FLOAT, HALF):
             sets = _sets(functools.partial(_pair(b), shape, dtype))
@@ -378,6 +374,32 @@ def measure_peers(b: Bench) -> None:
             for name, (layout, scan) in gpu_peers.scans().items():
                 what = f"{name} {shape} {_name(dtype)}"
                 b.attempt(what, lambda a=(name, layout, scan), s=sets, o=ours: _measure_peer(b, *a, s, o))
+    for size in () if b.tiny else (8, 64):
+        shape = 8, 2048, 1536 // size, size
+        for dtype in (FLOAT, HALF):
+            q, k, v = (b.random(*shape, dtype=dtype) for _ in "qkv")
+            a = b.coefficients(*shape, dtype=FLOAT)
+            logs = q, k, v, a.log()
+            fields = {"shape": [*shape, size], "dtype": _name(dtype), "direction": "forward"}
+            with torch.no_grad():
+                ours = seconds_of([lambda x=(q, k, v, a): gateloop_heads_scan(*x)[0]], b.device)
+            for name, scan in gpu_peers.heads_scans().items():
+
+                def run(name=name, scan=scan, inputs=logs, fields=fields, ours=ours) -> None:
+                    with torch.no_grad():
+                        seconds = eager_seconds_of(lambda: scan(*inputs), b.device)
+                    b.add("heads", name, seconds, **fields, times_ours=round(seconds / ours, 3))
+
+                b.attempt(f"{name} {shape} {_name(dtype)}", run)
+
+
+def _captured_or_eager(calls: list[Callable], device: torch.device) -> float:
+    try:
+        return seconds_of(calls, device)
+    except RuntimeError:  # what cannot be captured into a graph is timed as it runs
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return eager_seconds_of(calls[0], device)
 
 
 def _measure_peer(b: Bench, name: str, layout: str, scan: Callable, sets, ours: float) -> None:
@@ -388,11 +410,7 @@ def _measure_peer(b: Bench, name: str, layout: str, scan: Callable, sets, ours: 
         sets = [tuple(x.mT.contiguous() for x in pair) for pair in sets]
     calls = [lambda x=x: scan(*x) for x in sets]
     with torch.no_grad():
-        try:
-            seconds = seconds_of(calls, b.device)
-        except RuntimeError:  # what cannot be captured into a graph is timed as it runs
-            torch.cuda.synchronize()
-            seconds = eager_seconds_of(calls[0], b.device)
+        seconds = _captured_or_eager(calls, b.device)
     b.add("peers", name, seconds, shape=shape, dtype=dtype, direction="forward", times_ours=round(seconds / ours, 3))
 
 
@@ -413,15 +431,12 @@ def _measure_layer(b: Bench, ours: type, theirs: type, shape) -> None:
     mixer, rnn = ours(config).to(b.device), theirs(shape[2], shape[2], batch_first=True).to(b.device)
 
     def step(module: nn.Module, call: Callable) -> Callable:
-        def run():
-            call(module).backward(grad)
-            module.zero_grad()
-
-        return run
+        parameters = tuple(module.parameters())
+        return lambda: torch.autograd.grad(call(module), parameters, grad)
 
     fields = {"shape": list(shape), "dtype": "float32", "direction": "training step"}
-    seconds = eager_seconds_of(step(mixer, lambda m: m(x, {}, None, None)[0]), b.device)
-    peer = eager_seconds_of(step(rnn, lambda m: m(x)[0]), b.device)
+    seconds = _captured_or_eager([step(mixer, lambda m: m(x, {}, None, None)[0])], b.device)
+    peer = _captured_or_eager([step(rnn, lambda m: m(x)[0])], b.device)
     b.add("layers", ours.__name__.removesuffix("Mixer"), seconds, **fields, times_faster=round(peer / seconds, 2))
     b.add("layers", f"nn.{theirs.__name__}", peer, **fields)
 
@@ -490,6 +505,7 @@ def measure_decode(b: Bench) -> None:
 SECTIONS = {
     "copy": measure_copy,
     "check": measure_check,
+    "sanitizer": measure_sanitizer,
     "scan": measure_scan,
     "cells": measure_cells,
     "long": measure_long,
@@ -499,7 +515,6 @@ SECTIONS = {
     "step": measure_step,
     "decode": measure_decode,
     "peers": measure_peers,
-    "sanitizer": measure_sanitizer,
 }
 PACKAGES = ("hf-recurrent", "torch", "transformers", "cuda-core", "nvidia-cuda-nvrtc", *gpu_peers.PACKAGES)
 

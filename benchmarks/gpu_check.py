@@ -8,6 +8,7 @@ python benchmarks/gpu_check.py --only heads s5     # the cases whose names have 
 import argparse
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -38,7 +40,8 @@ MOST_PROCESSES = {"cuda": 12, "cpu": 2}  # beside each other
 # (batch, length, channels): odd and even widths, one position, one channel, and lengths that are split into segments.
 SHAPES = [(1, 1, 1), (3, 1, 64), (3, 37, 33), (2, 300, 64), (5, 129, 520), (1, 4500, 16), (2, 2300, 7)]
 SMALL_SHAPES = [(2, 1, 5), (2, 70, 33), (1, 1030, 8)]
-NARROW_SHAPE = (1, 2100, 1024)  # one pass in narrow blocks, on 65 to 170 multiprocessors
+# On a GPU of so few multiprocessors there are more blocks than run at once, and states pass from one to the other.
+CHAIN_SHAPE, FEW_MULTIPROCESSORS = (3, 1100, 192), 7
 # (batch, length, channels, m)
 LONGHORN_SHAPES = [(3, 37, 33, 16), (2, 300, 70, 16), (1, 2100, 9, 5), (2, 65, 24, 64)]
 SMALL_LONGHORN_SHAPES = [(2, 21, 33, 16), (1, 1030, 5, 2)]
@@ -65,8 +68,13 @@ def _cases(small: bool) -> list[tuple[str, Callable[[str, torch.device], None]]]
         for name, (scan, count) in GATELOOP_CELLS.items():
             for dtype in DTYPES if name == "gateloop_polar_sigmoid" else DTYPES[:1]:
                 cases.append((f"{name} {dtype} {shape}", _scan_case(scan, count, shape, dtype, False, name)))
-    if not small:
-        cases.append((f"narrow blocks {NARROW_SHAPE}", _scan_case(linear, 2, NARROW_SHAPE, torch.float32, True)))
+    chained = [
+        ("linear torch.float32", _scan_case(linear, 2, CHAIN_SHAPE, torch.float32, True)),
+        ("mingru_positive torch.bfloat16", _scan_case(*CELLS["mingru_positive"], CHAIN_SHAPE, torch.bfloat16, False)),
+        ("constant coefficients", _constant_case(CHAIN_SHAPE)),
+        *((f"s5 {name}", _s5_case(name, CHAIN_SHAPE)) for name in S5),
+    ]
+    cases += [] if small else [(f"passed on, {name} {CHAIN_SHAPE}", _chain_case(check)) for name, check in chained]
     for shape in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         for dtype in DTYPES:
             cases.append((f"longhorn {dtype} {shape}", _longhorn_case(shape, dtype)))
@@ -76,14 +84,25 @@ def _cases(small: bool) -> list[tuple[str, Callable[[str, torch.device], None]]]
     return cases
 
 
-def _modules(small: bool) -> set[cuda_kernels.Module]:
+def _modules_of(scans, shapes, device: torch.device) -> set[cuda_kernels.Module]:
+    modules = set()
+    for (name, dtype), shape, backward in itertools.product(scans, shapes, (False, True)):
+        wide = cuda.WIDTHS[dtype.itemsize]
+        width = 1 if shape[2] % wide else wide
+        modules.add(cuda.division(name, shape, dtype, width, backward, device)[0])
+    return modules
+
+
+def _modules(small: bool, device: torch.device) -> set[cuda_kernels.Module]:
     """What the cases run of the CUDA kernels."""
     scans = [("linear", torch.complex64), *((cell.name, torch.complex64) for cell in S5.values())]
     scans += [(name, dtype) for name in ("linear", *CELLS, "gateloop_polar_sigmoid") for dtype in DTYPES]
     scans += [(name, DTYPES[0]) for name in GATELOOP_CELLS]
-    modules = {cuda.module_for(*scan, width) for scan in scans for width in (1, cuda.WIDTHS[scan[1].itemsize])}
+    modules = _modules_of(scans, SMALL_SHAPES if small else SHAPES + random_shapes(5), device)
     if not small:
-        modules.add(cuda.module_for("linear", torch.float32, cuda.WIDTHS[4], cuda.NARROW_ROW))
+        chained = [("linear", DTYPES[0]), ("mingru_positive", DTYPES[1]), *scans[: 1 + len(S5)]]
+        with mock.patch.object(cuda_kernels, "multiprocessors", lambda device: FEW_MULTIPROCESSORS):
+            modules |= _modules_of(chained, [CHAIN_SHAPE], device)
     for *_, m in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         modules |= {longhorn_cuda.module_for(dtype, m) for dtype in DTYPES}
     for *_, d_k, d_v in SMALL_HEADS_SHAPES if small else HEADS_SHAPES:
@@ -107,6 +126,14 @@ def _scan_case(scan, count, shape, dtype, is_linear, name="linear"):
             compare(scan, inputs, state, backend=backend, device=device, runs=RUNS, **options)
 
     return check
+
+
+def _chain_case(check):
+    def check_chained(backend, device):
+        with mock.patch.object(cuda_kernels, "multiprocessors", lambda device: FEW_MULTIPROCESSORS):
+            check(backend, device)
+
+    return check_chained
 
 
 def _constant_case(shape):
@@ -334,7 +361,7 @@ def check_all(
     with Pool(processes) as pool:
         start = time.monotonic()
         if device.type == "cuda" and not only:  # few cases compile what they need
-            count = _compile(_modules(small), device, pool)
+            count = _compile(_modules(small, device), device, pool)
             tell(f"{count} kernels compiled in {time.monotonic() - start:.1f} s")
         seconds["kernels"], start = round(time.monotonic() - start, 1), time.monotonic()
         if small:

@@ -25,13 +25,6 @@ def scans() -> dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
     Layout "time": (a, b), (B, L, D). "logs": (log a, b). "channels": (a, b), (B, D, L), L a power of two.
     """
     found: dict[str, tuple[str, Callable]] = {}
-    if version_of("triton") and torch.cuda.is_available():
-        from torch._higher_order_ops.associative_scan import associative_scan
-
-        compiled = torch.compile(
-            lambda a, b: associative_scan(_combine, (a, b), dim=1, combine_mode="pointwise")[1], dynamic=False
-        )
-        found["torch associative_scan, compiled"] = ("time", compiled)
     if version_of("flash-linear-attention"):
         from fla.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
 
@@ -41,6 +34,13 @@ def scans() -> dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
         from accelerated_scan.warp import scan
 
         found["accelerated-scan warp"] = ("channels", scan)
+    if version_of("triton") and torch.cuda.is_available():
+        from torch._higher_order_ops.associative_scan import associative_scan
+
+        compiled = torch.compile(
+            lambda a, b: associative_scan(_combine, (a, b), dim=1, combine_mode="pointwise")[1], dynamic=False
+        )
+        found["torch associative_scan, compiled"] = ("time", compiled)
     return found
 
 

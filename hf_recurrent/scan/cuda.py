@@ -1,6 +1,7 @@
 """The CUDA backend of the scans: what csrc/scan_cuda.cu is called with."""
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import cuda_kernels
 from .buffers import new_grads, summed_to_inputs
-from .cells import BY_NAME
+from .cells import BY_NAME, Cell
 from .cuda_kernels import TYPES, Module, Scan, aligned, describe, pointer
 from .kernel_cache import BackendUnavailable
 
@@ -16,23 +17,67 @@ from .kernel_cache import BackendUnavailable
 WIDTHS = {2: 4, 4: 4, 8: 2, 16: 1}
 MAX_INPUTS = 5
 THREADS = 256
-ROW_OF_SINGLES = 32  # threads of a block side by side, where their accesses are single,
-ROW = 8  # where they are wide,
-NARROW_ROW = 2  # and where more blocks are worth more: 32 bytes, the least that memory reads at once
+ROWS = (32, 16, 8)  # threads of a block side by side where their accesses are wide, the first that is as good as any;
+ROW_OF_SINGLES = 32  # and where they are single
+_AS_GOOD = 0.95
 WIDEST = 32  # bytes of the states that a thread reads or writes at once
 
 
-def usual_row(width: int) -> int:
-    return ROW if width > 1 else ROW_OF_SINGLES
+@dataclass(frozen=True)
+class Tuning:
+    """Of a kernel of csrc/scan_cuda.cu: positions that a thread takes at once, and blocks of a multiprocessor, at
+    least."""
+
+    steps: int
+    blocks: int
+
+
+def _tunings(cell: Cell, dtype: torch.dtype, width: int) -> tuple[Tuning, Tuning]:
+    """Forward and backward, as measured on an H200. What a thread loads of its next positions is in registers while it
+    works on these, and has to keep memory busy meanwhile: one large block where there is little to compute, two where
+    there is much, whose pauses the other fills."""
+    size = cell.state_dtype(dtype).itemsize
+    if width == 1 or dtype in (torch.float64, torch.complex128):
+        blocks = 1 if dtype.itemsize >= 8 and cell.name != "linear" else 2
+        ahead, back = (32, 16) if cell.name == "linear" else (24, 12)
+        return Tuning(max(1, ahead // size), blocks), Tuning(max(1, back // size), blocks)
+    halves = 2 if dtype.itemsize == 2 else 1  # as many bytes are twice the positions
+    if cell.name == "linear":
+        if dtype.is_complex:
+            return Tuning(4, 2), Tuning(2, 2)
+        return Tuning(8 * halves, 1), Tuning(4 * halves, 1)
+    if cell.timed:
+        return Tuning(3, 2), Tuning(3, 1)
+    if cell.name == "mingru_vanilla":
+        return Tuning(12 if halves == 2 else 8, 1), Tuning(4 * halves, 1)
+    if cell.name == "mingru_positive":
+        return Tuning(4, 2), Tuning(4, 1)
+    if cell.has_complex_state:
+        back = 2 * halves
+        if cell.name == "gateloop_cartesian_exponential":  # registers end here,
+            back = halves
+        elif halves == 2 and ("tanh" in cell.name or "cartesian" in cell.name):  # and here
+            back -= 1
+        return Tuning(2 + halves, 1), Tuning(back, 1)
+    if cell.name.startswith("gateloop"):
+        return Tuning(4 * halves, 1), Tuning(2 * halves, 1)
+    return Tuning(2 * halves, 2), Tuning(2 * halves, 1)
+
+
+def _is_bound_by_memory(cell: Cell) -> bool:
+    """So that seven tenths of the multiprocessors are as good as all of them."""
+    return cell.name in ("linear", "mingru_vanilla")
 
 
 def module_for(cell: str, dtype: torch.dtype, width: int, row: int | None = None) -> Module:
-    """The kernels of one cell and dtype; `width` is 1 or WIDTHS' own, `row` the threads side by side in a block, as
-    usual unless given."""
-    storage = TYPES[dtype]
-    name = BY_NAME[cell].kernel.replace("State", f"StateOf<{storage}>::type")
-    macros = {"HFR_CELL": name, "HFR_TYPE": storage, "HFR_WIDTH": str(width), "HFR_ROW": str(row or usual_row(width))}
-    return Module("scan_cuda", tuple(macros.items()))
+    """The kernels of one cell and dtype; `width` is 1 or WIDTHS' own, `row` the threads side by side in a block."""
+    storage, (ahead, back) = TYPES[dtype], _tunings(BY_NAME[cell], dtype, width)
+    macros = {
+        "CELL": BY_NAME[cell].kernel.replace("State", f"StateOf<{storage}>::type"), "TYPE": storage, "WIDTH": width,
+        "ROW": row or (ROWS[1] if width > 1 else ROW_OF_SINGLES), "STEPS": ahead.steps, "BLOCKS": ahead.blocks,
+        "STEPS_BACK": back.steps, "BLOCKS_BACK": back.blocks,
+    }  # fmt: skip
+    return Module("scan_cuda", tuple((f"HFR_{name}", str(value)) for name, value in macros.items()))
 
 
 def _first_run() -> None:
@@ -84,17 +129,32 @@ def width_for(shape: torch.Size, tensors: list[Tensor], rows: list[Tensor]) -> i
     return width
 
 
-def row_for(cell: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> int:
-    """Threads side by side in a block whose accesses are wide. Blocks of ROW may be too few, so that time is split and
-    the inputs are read twice (csrc/device.h). Blocks of NARROW_ROW are four times as many: where those are enough, for
-    three quarters of the multiprocessors, each byte is read once. That takes as many bytes in flight in each block as
-    only the linear cell has room for, and only with 16 bytes to an access."""
+def row_for(cell: str, shape: torch.Size, width: int, at_once: int, device: torch.device) -> int:
+    """Threads side by side in a block whose accesses are wide: the more, the fewer threads pass a state on one after
+    the other; but the blocks are the fewer, and have to keep every multiprocessor busy."""
     batch, length, channels = shape
-    if cell != "linear" or dtype != torch.float32:
-        return ROW
-    blocks, narrow = (batch * -(-channels // (WIDTHS[4] * row)) for row in (ROW, NARROW_ROW))
-    splits = cuda_kernels.segments_of(length, blocks, device)[0] > 1
-    return NARROW_ROW if splits and 4 * narrow >= 3 * cuda_kernels.multiprocessors(device) else ROW
+    enough = 0.7 if _is_bound_by_memory(BY_NAME[cell]) else 1
+
+    def used(row: int) -> float:
+        """Of the GPU's time and of the threads, and half of that where the inputs are read twice."""
+        columns = -(-channels // (width * row))
+        blocks = batch * columns
+        segments, _ = cuda_kernels.segments_of(length, blocks, device)
+        links = cuda_kernels.links_of(length, blocks, at_once)
+        share = min(cuda_kernels.share(blocks * max(segments, links), at_once), enough)
+        return share * channels / (columns * width * row) / (2 if segments > 1 else 1)
+
+    best = max(map(used, ROWS))
+    return next(row for row in ROWS if used(row) >= _AS_GOOD * best)
+
+
+def division(
+    cell: str, shape: torch.Size, dtype: torch.dtype, width: int, backward: bool, device: torch.device
+) -> tuple[Module, int, int]:
+    """The kernels, the blocks of channels, and the blocks that run at once."""
+    at_once = cuda_kernels.multiprocessors(device) * _tunings(BY_NAME[cell], dtype, width)[backward].blocks
+    row = row_for(cell, shape, width, at_once, device) if width > 1 else ROW_OF_SINGLES
+    return module_for(cell, dtype, width, row), -(-shape[2] // (width * row)), at_once
 
 
 def _scan(
@@ -105,17 +165,18 @@ def _scan(
     rows: list[Tensor | None],
     flags: Tensor | None,
     reverse: bool,
+    backward: bool,
 ) -> Scan:
     """`others`, of any strides, and `rows`, contiguous: what else the kernels read or write at each position."""
     inputs, times = BY_NAME[cell].parted(inputs)
     dtype, channels = inputs[0].dtype, shape[2]
     width = width_for(shape, [*inputs, *others], [x for x in rows if x is not None])
-    row = row_for(cell, shape, dtype, inputs[0].device) if width > 1 else usual_row(width)
-    blocks = -(-channels // (width * row))
+    module, blocks, at_once = division(cell, shape, dtype, width, backward, inputs[0].device)
     described = [part for x in inputs for part in describe(x, shape)] + [0] * 4 * (MAX_INPUTS - len(inputs))
     described += [0] * 3 if times is None else [times.data_ptr(), *times.stride()]
-    module, state_dtype = module_for(cell, dtype, width, row), BY_NAME[cell].state_dtype(dtype)
-    return Scan(module, THREADS, blocks, shape, (channels,), state_dtype, inputs[0].device, flags, reverse, described)
+    state_dtype = BY_NAME[cell].state_dtype(dtype)
+    divided = module, THREADS, blocks, shape, (channels,), state_dtype, inputs[0].device, flags, reverse, described
+    return Scan(*divided, at_once)
 
 
 def forward(
@@ -152,12 +213,12 @@ def run_forward(
     if not given.numel():
         return final.zero_() if initial is None else final.copy_(initial)
     inputs = [aligned(x) for x in inputs]  # held until the kernels are launched
-    scan = _scan(cell, given.shape, inputs, [], [h, y], flags, reverse)
+    scan = _scan(cell, given.shape, inputs, [], [h, y], flags, reverse, False)
     if length == 1:  # no tiles, each thread a channel
         scan.grid = -(-given.numel() // THREADS), 1
         scan.run("scan_step", pointer(h), pointer(y), pointer(initial), pointer(final))
     else:
-        scan.run_forward("scan_forward", initial, final, pointer(h), pointer(y))
+        scan.run_forward("scan_forward", initial, final, pointer(scan.chain), scan.blocks, pointer(h), pointer(y))
     return final
 
 
@@ -179,15 +240,17 @@ def backward(
         return summed_to_inputs(BY_NAME[cell], grads, grad_times, inputs), grad_initial
     inputs, grad_y = [aligned(x) for x in inputs], aligned(grad_y)
     initial, grad_final = (None if x is None else aligned(x.contiguous()) for x in (initial_state, grad_final))
-    scan = _scan(cell, grad_y.shape, inputs, [grad_y], [h], flags, reverse)
-    if scan.segments > 1:
+    scan = _scan(cell, grad_y.shape, inputs, [grad_y], [h], flags, reverse, True)
+    if scan.segments > 1 and scan.chain is None:
         scan.run("scan_backward_segments", *describe(grad_y))
     if sum_first:
         grads[0] = grads[0].new_empty(grad_y.shape[0], scan.segments, grad_y.shape[2])
-    time_sums = None if grad_times is None else grad_times.new_empty(scan.grid[0], *grad_times.shape)
+    time_sums = None if grad_times is None else grad_times.new_empty(scan.blocks, *grad_times.shape)
     grad_initial = torch.empty_like(grad_final)
     scan.run(
         "scan_backward",
+        pointer(scan.chain),
+        scan.blocks,
         *describe(grad_y),
         pointer(h),
         pointer(initial),

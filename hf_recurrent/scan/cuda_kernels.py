@@ -28,7 +28,9 @@ OPTIONS = {
     "prec_div": False,  # a division within 2 ulp, in a sixth of the instructions
     "ptxas_options": ["-v"],
 }
-TILE = 128  # a multiple of the positions that any kernel takes at once
+TILE = 128  # segments are multiples of so many positions
+# Segments that are passed from block to block: each costs a block the time of a tile or two.
+_LEAST_LINK, _MOST_LINKS, _ENOUGH = 512, 16, 0.93
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,32 @@ def segments_of(length: int, blocks: int, device: torch.device) -> tuple[int, in
     wanted = 1
     if 2 * blocks < multiprocessors(device):
         wanted = max(1, min(2 * multiprocessors(device) // blocks, length // (4 * TILE)))
-    size = -(-length // (wanted * TILE)) * TILE
+    size = _size(length, wanted)
     return -(-length // size), size
+
+
+def _size(length: int, segments: int) -> int:
+    """Positions of each of so many segments, whole tiles."""
+    return -(-length // (segments * TILE)) * TILE
+
+
+def share(blocks: int, at_once: int) -> float:
+    """Of the time in which the GPU could do `at_once` equal blocks' work side by side, what `blocks` of them use."""
+    return blocks / (-(-blocks // at_once) * at_once)
+
+
+def links_of(length: int, blocks: int, at_once: int) -> int:
+    """Segments of time that are taken one after the other by whichever block has time, so that none of `at_once` blocks
+    is without work for long: 1 where none is anyway, or where there are too few for all to begin at once."""
+    best = 1
+    if blocks < at_once:
+        return best
+    for links in range(2, min(_MOST_LINKS, length // _LEAST_LINK) + 1):
+        if share(blocks * best, at_once) > _ENOUGH:
+            break
+        if share(blocks * links, at_once) > share(blocks * best, at_once):
+            best = links
+    return -(-length // _size(length, best))
 
 
 def aligned(x: Tensor, size: int = 1) -> Tensor:
@@ -219,6 +245,7 @@ class Scan:
         shape: batch, length, channels.
         state, state_dtype: the shape of one row's state, and what it is carried in.
         inputs: as `describe` gives them, one after the other.
+        at_once: the blocks that the GPU runs at once, where the kernels can pass a state from block to block; else 0.
     """
 
     def __init__(
@@ -233,14 +260,20 @@ class Scan:
         flags: Tensor | None,
         reverse: bool,
         inputs: Sequence[int],
+        at_once: int = 0,
     ):
         batch, length, _ = shape
-        self.module, self.threads, self.device = module, threads, device
+        self.module, self.threads, self.blocks, self.device = module, threads, blocks, device
         self.segments, size = segments_of(length, blocks * batch, device)
         self.grid = blocks, min(batch * self.segments, MAX_GRID_Y)
+        self.chain = None
+        if at_once and (links := links_of(length, blocks * batch, at_once)) > 1:
+            self.segments, size = links, _size(length, links)
+            self.grid = at_once, 1
+            self.chain = torch.zeros(1 + blocks * batch, dtype=torch.int32, device=device)
         # What each segment makes of a state or, in backward, of its gradient. Held until the kernels are launched; the
         # memory is then reused in the order of the stream.
-        rows = self.segments if self.segments > 1 else 0
+        rows = self.segments if self.segments > 1 and self.chain is None else 0
         self.summaries = torch.empty(2, rows, batch, *state, dtype=state_dtype, device=device)
         self.cuts = torch.empty(rows, batch, dtype=torch.uint8, device=device)
         summaries = (pointer(x) for x in (*self.summaries, self.cuts))
@@ -251,7 +284,7 @@ class Scan:
 
     def run_forward(self, entry: str, initial: Tensor | None, final: Tensor | None, *arguments: int) -> None:
         """`entry`, which takes `arguments`, the initial and the final state; before it, its summaries of segments."""
-        if self.segments > 1:
+        if self.segments > 1 and self.chain is None:
             self.run(f"{entry}_segments")
             if initial is not None and final is not None and initial.data_ptr() == final.data_ptr():
                 initial = initial.clone()  # which blocks that are still to come must read

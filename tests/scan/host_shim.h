@@ -69,6 +69,13 @@ static bool __syncthreads_and(bool mine) {
   return all;
 }
 
+static void __threadfence() {}
+
+// Blocks run one after the other.
+static int atomicAdd(int* at, int n) { return (*at += n) - n; }
+
+static bool __syncthreads_or(bool mine) { return !__syncthreads_and(!mine); }
+
 template <class T>
 static T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   if (mask != 0xffffffffu) shim::fail("a shuffle among less than a warp");
@@ -77,6 +84,12 @@ static T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   shim::wait(shim::kAtWarp);
   memcpy(&value, &shim::slots[parity][me ^ lanes], sizeof value);
   return value;
+}
+
+static bool __all_sync(unsigned mask, bool mine) {
+  double all = mine;
+  for (int lanes = 1; lanes < shim::kWarp; lanes *= 2) all *= __shfl_xor_sync(mask, all, lanes);
+  return all != 0;
 }
 
 namespace shim {

@@ -57,13 +57,15 @@ def check_report(module, architecture):
     return dict(zip((kernel for kernel, _ in kernels), registers, strict=True)), _ptx(programs[0])
 
 
-def check_scan(name, dtype, narrow, architecture, row=cuda.ROW):
-    """A cell's kernels: two blocks fit onto a multiprocessor, and they write in accesses as wide as those that read."""
+def check_scan(name, dtype, narrow, architecture, row=None):
+    """A cell's kernels: as many blocks fit onto a multiprocessor as is said, and they write in accesses as wide as
+    those that read."""
     cell, width = cells.BY_NAME[name], 1 if narrow else cuda.WIDTHS[dtype.itemsize]
     registers, ptx = check_report(cuda.module_for(name, dtype, width, row), architecture)
     assert len(registers) == 5
-    if dtype != torch.float64:  # two blocks of 256 threads to a multiprocessor, whose registers are 65536
-        assert max(registers.values()) <= 128
+    ahead, back = cuda._tunings(cell, dtype, width)
+    for kernel, tuning in (("scan_forward", ahead), ("scan_backward", back)):
+        assert registers[kernel] * cuda.THREADS * tuning.blocks <= 65536  # the registers of a multiprocessor
     if width > 1:  # a segment's final state, sums over its positions, and those over channels are written one by one
         parts, sums = 2 if cell.state_dtype(dtype).is_complex else 1, 2 * cell.timed
         for kernel, most in (("scan_forward", parts), ("scan_backward", 2 * parts + sums)):
@@ -92,9 +94,10 @@ def test_scan_compiles_without_spills(cell, dtype, narrow, architecture):
     check_scan(cell, dtype, narrow, architecture)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_narrow_blocks_compile_without_spills(architecture):
-    check_scan("linear", torch.float32, False, architecture, cuda.NARROW_ROW)
+@pytest.mark.parametrize("row", [row for row in cuda.ROWS if row != 16])
+def test_other_rows_compile_without_spills(row):
+    check_scan("linear", torch.float32, False, "sm_90", row)
+    check_scan("mingru_positive", torch.bfloat16, False, "sm_90", row)
 
 
 def test_unknown_architecture_is_said():
@@ -130,38 +133,71 @@ def test_bodies_against_the_oracle(host, cell, dtype):
             compare(scan, inputs, state, backend="cpu", mask=mask, reset=reset, reverse=reverse)
 
 
-def test_narrow_blocks(host):
-    """One pass where blocks of 32 channels would be so few that time is split, and those of 8 are enough."""
-    host.multiprocessors = 8
-    mask, reset = mask_and_reset(1, 1100)
-    state = random(1, 64, dtype=torch.float32)
+def test_states_that_pass_from_block_to_block(host):
+    """More rows of channels than blocks at once, and not a multiple of them: time in links, each byte read once."""
+    host.multiprocessors = 2
+    assert cuda_kernels.links_of(1100, 3, 2) == 2 and cuda_kernels.links_of(1100, 4, 2) == 1
+    mask, reset = mask_and_reset(3, 1100)
+    state = random(3, 64, dtype=torch.float32)
     for options in ({}, {"mask": mask, "reset": reset}, {"mask": mask, "reset": reset, "reverse": True}):
-        inputs = 0.99 * coefficients(1, 1100, 64, dtype=torch.float32), random(1, 1100, 64, dtype=torch.float32)
+        inputs = 0.99 * coefficients(3, 1100, 64, dtype=torch.float32), random(3, 1100, 64, dtype=torch.float32)
         compare(linear, inputs, state, backend="cpu", **options)
     compare(linear, (0.99 * coefficients(64, dtype=torch.float32), inputs[1]), state, backend="cpu")
+    inputs = [random(3, 1100, 64, dtype=torch.bfloat16) for _ in range(2)]
+    compare(mingru_positive, inputs, state, backend="cpu")
     assert set(host.launched) == {"scan_forward", "scan_backward"}
-    inputs = [random(1, 1100, 64, dtype=torch.float32) for _ in range(2)]
-    compare(mingru_positive, inputs, state, backend="cpu")  # not of another cell
-    assert "scan_forward_segments" in host.launched
+    # An infinity passes, and a product that overflows says nothing: no products are passed.
+    a, b = torch.full((3, 1100, 64), 1.2), torch.zeros(3, 1100, 64)
+    a[:, :600] = 0.9
+    b[0, 20, 5] = float("inf")
+    got, want = (linear_scan(a, b, state.abs() * 1e-3, backend=backend) for backend in ("cpu", "reference"))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=0, equal_nan=True)
+
+
+def test_a_state_updated_in_place_passes_from_block_to_block(host):
+    host.multiprocessors = 2
+    a, b = coefficients(3, 1100, 64, dtype=torch.float32), random(3, 1100, 64, dtype=torch.float32)
+    state = random(3, 64, dtype=torch.float32)
+    want = linear_scan(a, b, state, backend="reference")
+    with torch.no_grad():
+        h, final = linear_scan(a, b, state, update_state=True, backend="cpu")
+    assert final.data_ptr() == state.data_ptr()
+    torch.testing.assert_close((h, final), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    "shape, dtype, row",
+    "cell, shape, row",
     [
-        ((1, 2**20, 1024), torch.float32, 2),
-        ((1, 2**20, 1024), torch.bfloat16, 8),  # whose accesses are of 8 bytes
-        ((1, 2**20, 768), torch.float32, 8),  # 96 narrow blocks are too few
-        ((1, 2**20, 2112), torch.float32, 8),  # 66 wide ones are enough
-        ((2, 2**20, 512), torch.float32, 2),
-        ((1, 1000, 1024), torch.float32, 8),  # too short to be split
-        ((1, 1, 1024), torch.float32, 8),
+        ("linear", (8, 8192, 1024), 16),  # 128 blocks, and 64 of a wider row would leave half of the GPU idle
+        ("linear", (8, 4096, 1536), 32),  # 96, which keep memory busy
+        ("minlstm_positive", (8, 4096, 1536), 16),  # 192, in links
+        ("linear", (16, 2048, 2048), 32),
+        ("linear", (8, 1, 1024), 16),
+        ("linear", (1, 2**20, 1024), 32),  # time is split in any case
+        ("linear", (1, 2**20, 64), 16),  # all there is
+        ("linear", (1, 2**20, 40), 16),
+        ("linear", (1, 2**20, 96), 8),  # of which three blocks have all channels
     ],
     ids=str,
 )
-def test_how_many_threads_are_side_by_side(monkeypatch, shape, dtype, row):
+def test_how_many_threads_are_side_by_side(monkeypatch, cell, shape, row):
     monkeypatch.setattr(cuda_kernels, "multiprocessors", lambda device: 132)
-    assert cuda.row_for("linear", shape, dtype, torch.device("cuda", 0)) == row
-    assert cuda.row_for("mingru_vanilla", shape, dtype, torch.device("cuda", 0)) == 8
+    assert cuda.row_for(cell, shape, 4, 132, torch.device("cuda", 0)) == row
+
+
+@pytest.mark.parametrize(
+    "length, blocks, at_once, links",
+    [
+        (4096, 192, 132, 2),  # 1.45 blocks each
+        (2048, 384, 132, 1),  # 2.9
+        (4096, 131, 132, 1),  # each its own
+        (2**20, 140, 132, 8),
+        (1023, 140, 132, 1),  # too short
+        (4096, 100, 132, 1),  # some would wait for others
+    ],
+)
+def test_links(length, blocks, at_once, links):
+    assert cuda_kernels.links_of(length, blocks, at_once) == links
 
 
 def test_broadcast_and_strided_bodies(host):
@@ -193,7 +229,7 @@ def test_constant_coefficients_in_segments(host, dtype):
 
 def test_no_race(host):
     """The order in which the threads of a block come to run between two barriers changes no bit."""
-    for shape, multiprocessors in [((2, 300, 40), 1), ((1, 1100, 33), 5)]:
+    for shape, multiprocessors in [((2, 300, 40), 1), ((1, 1100, 33), 5), ((3, 1100, 64), 1)]:
         host.multiprocessors = multiprocessors
         inputs = [random(*shape, dtype=torch.float32) for _ in range(2)]
         state = random(shape[0], shape[2], dtype=torch.float32)

@@ -125,7 +125,7 @@ struct MinLSTMCell : GivesState<T> {
       one = Math::exponential(-largest);
     }
     T f = Math::exponential(-forget - largest), i = Math::exponential(-input - largest);
-    T scale = T(1) / (one + f + one + i);
+    T scale = reciprocal(one + f + one + i);
     a = (one + i) * scale;
     b = (one + f) * scale;
     forget_shut = f * scale;  // b sigma(-forget)
@@ -275,7 +275,7 @@ struct CartesianTransition {
   Complex<T> u, a;
 
   HFR_INLINE explicit CartesianTransition(const T* x) {
-    u = direction(Complex<T>(x[0], x[1]), size);
+    u = Math::direction(Complex<T>(x[0], x[1]), size);
     magnitude<Math, exponential_>(size, value, slope);
     a = value * u;
   }
@@ -406,7 +406,7 @@ struct ZeroOrderHold {
     a = growth * turn;
     slope = growth * turn;  // not a copy of a, which GCC would make in memory, and then not vectorise
     const Complex<T> less_one(growth_less_one * turn.re + cosine_less_one, a.im);
-    const T size = z.re * z.re + z.im * z.im, one_over = T(1) / (size + least) + (size - size);
+    const T size = z.re * z.re + z.im * z.im, one_over = reciprocal(size + least) + (size - size);
     phi.re = (less_one.re * z.re + (less_one.im * z.im + least)) * one_over;
     phi.im = (less_one.im * z.re - less_one.re * z.im) * one_over;
     const Complex<T> difference = one_over * ((a - phi) * conj(z));
@@ -416,18 +416,6 @@ struct ZeroOrderHold {
     phi_slope.im = small ? z.im * rest.re : difference.im;
   }
 };
-
-template <class T>
-HFR_INLINE T reciprocal(T x) { return T(1) / x; }
-
-#ifdef __CUDA_ARCH__
-// Of a number of at least 1: without what a division takes for those whose reciprocals overflow.
-HFR_INLINE float reciprocal(float x) {
-  float value;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
-  return value;
-}
-#endif
 
 // Longhorn (arXiv 2407.14207, section 3, the diagonal form): a state of channels x m with
 //   eps = beta / (1 + beta kk),  beta = sigma(dt),  kk = sum_m k_m^2;   S_m = (1 - eps k_m^2) S'_m + eps x k_m.

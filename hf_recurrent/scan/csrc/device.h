@@ -35,6 +35,95 @@ struct alignas(N * sizeof(T)) Vector {
   T v[N];
 };
 
+// Two 16-bit numbers in one register.
+template <class U>
+HFR_DEVICE unsigned pair_of(float low, float high) {
+  U first, second;
+  from_float(low, first), from_float(high, second);
+  return first.bits | (unsigned)second.bits << 16;
+}
+
+#ifdef __CUDA_ARCH__
+template <>
+HFR_DEVICE unsigned pair_of<BFloat16>(float low, float high) {
+  unsigned pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+template <>
+HFR_DEVICE unsigned pair_of<Float16>(float low, float high) {
+  unsigned pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+#endif
+
+// The number in a half of a register.
+template <class U>
+HFR_DEVICE float half_of(unsigned pair, int j) {
+  U x;
+  x.bits = (unsigned short)(pair >> 16 * j);
+  return to_float(x);
+}
+
+// N numbers of a tensor side by side, moved by one instruction: between memory and what they are computed with. Those of 16 bits
+// stay in pairs, as they come, until they are used: whoever takes them apart waits for their loads.
+template <class U, int N, bool paired = sizeof(U) == 2 && N % 2 == 0>
+struct Packed {
+  typedef typename StateOf<U>::type Number;
+  Vector<U, N> raw;
+
+  Packed() = default;
+  HFR_DEVICE explicit Packed(const Number (&x)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) store(x[j], raw.v[j]);
+  }
+  HFR_DEVICE Number get(int j) const { return load(raw.v[j]); }
+  HFR_DEVICE void read(const U* from, Index i = 0) { raw = reinterpret_cast<const Vector<U, N>*>(from)[i]; }
+  HFR_DEVICE void write(U* to, Index i) const { reinterpret_cast<Vector<U, N>*>(to)[i] = raw; }
+};
+
+template <class U, int N>
+struct Packed<U, N, true> {
+  typedef Vector<unsigned, N / 2> Pairs;
+  Pairs raw;
+
+  Packed() = default;
+  HFR_DEVICE explicit Packed(const float (&x)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; j += 2) raw.v[j / 2] = pair_of<U>(x[j], x[j + 1]);
+  }
+  HFR_DEVICE float get(int j) const { return half_of<U>(raw.v[j / 2], j % 2); }
+  HFR_DEVICE void read(const U* from, Index i = 0) { raw = reinterpret_cast<const Pairs*>(from)[i]; }
+  HFR_DEVICE void write(U* to, Index i) const { reinterpret_cast<Pairs*>(to)[i] = raw; }
+};
+
+// Complex numbers of two 16-bit ones.
+template <class U, int N>
+struct ComplexPairs {
+  typedef Vector<unsigned, N> Pairs;
+  Pairs raw;
+
+  ComplexPairs() = default;
+  HFR_DEVICE explicit ComplexPairs(const Complex<float> (&x)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) raw.v[j] = pair_of<U>(x[j].re, x[j].im);
+  }
+  HFR_DEVICE Complex<float> get(int j) const { return {half_of<U>(raw.v[j], 0), half_of<U>(raw.v[j], 1)}; }
+  HFR_DEVICE void read(const Complex<U>* from, Index i = 0) { raw = reinterpret_cast<const Pairs*>(from)[i]; }
+  HFR_DEVICE void write(Complex<U>* to, Index i) const { reinterpret_cast<Pairs*>(to)[i] = raw; }
+};
+
+template <int N>
+struct Packed<Complex<BFloat16>, N, false> : ComplexPairs<BFloat16, N> {
+  using ComplexPairs<BFloat16, N>::ComplexPairs;
+};
+template <int N>
+struct Packed<Complex<Float16>, N, false> : ComplexPairs<Float16, N> {
+  using ComplexPairs<Float16, N>::ComplexPairs;
+};
+
 // state -> product * state + sum. `cut`: the state was dropped on the way, whatever it was. A product that has overflowed
 // says nothing of a state of zero.
 template <class State>

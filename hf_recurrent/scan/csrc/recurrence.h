@@ -167,8 +167,36 @@ HFR_INLINE void store(Complex<float> x, Complex<Float16>& out) { from_float(x.re
 
 // ---- elementary functions -------------------------------------------------------------------------------------------
 
+// 1 / x, on GPUs within 1 ulp for x from 1e-37 to 1e38.
+#ifdef __CUDA_ARCH__
+HFR_INLINE float reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+#else
+HFR_INLINE float reciprocal(float x) { return 1.0f / x; }
+#endif
+HFR_INLINE double reciprocal(double x) { return 1.0 / x; }
+
 // exp(x) for |x| <= 87 by 2^n e^r, |r| <= ln(2)/2, with the polynomial of degree 6 whose largest relative error is the least
 // (3e-9, so that rounding is all that is seen): within 1.5 ulp, branch-free, NaN stays NaN.
+#ifdef __CUDA_ARCH__
+// By the GPU's own 2^x (within 2 ulp): x log2(e) in two parts, of which the second, below one ulp of the first, enters as a
+// factor 1 + ln(2) low.
+HFR_INLINE float power_of_two(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+HFR_INLINE float exponential_within(float x) {
+  const float high = x * 1.44269504f;
+  const float low = __fmaf_rn(x, 1.44269504f, -high) + x * 1.92596303e-8f;
+  const float power = power_of_two(high);
+  return __fmaf_rn(power, low * 0.693147181f, power);
+}
+#else
 HFR_INLINE float exponential_within(float x) {
   float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part ends up in the low mantissa bits
   float n = shifted - 12582912.0f;
@@ -184,28 +212,15 @@ HFR_INLINE float exponential_within(float x) {
   unsigned int scale = (bits_from_float(shifted) + 127u) << 23;
   return p * float_from_bits(scale);
 }
+#endif
 
 // exp(x), the argument clamped to the range of normal floats, which the logistic function below cannot tell from the true
 // values.
-#ifdef __CUDA_ARCH__
-// By the GPU's own 2^x (within 2 ulp): x log2(e) in two parts, of which the second, below one ulp of the
-// first, enters as a factor 1 + ln(2) low.
-HFR_INLINE float exponential(float x) {
-  x = x > 87.0f ? 87.0f : x;
-  x = x < -87.0f ? -87.0f : x;
-  float high = x * 1.44269504f;
-  float low = __fmaf_rn(x, 1.44269504f, -high) + x * 1.92596303e-8f;
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(high));
-  return __fmaf_rn(power, low * 0.693147181f, power);
-}
-#else
 HFR_INLINE float exponential(float x) {
   x = x > 87.0f ? 87.0f : x;
   x = x < -87.0f ? -87.0f : x;
   return exponential_within(x);
 }
-#endif
 
 #ifdef __CUDACC_RTC__
 HFR_INLINE double exponential(double x) { return exp(x); }
@@ -261,10 +276,24 @@ HFR_INLINE Complex<float> unit(float r, unsigned int quadrant, float nothing, fl
   return u;
 }
 
+#ifdef __CUDA_ARCH__
+// The same of x + rest for |x| <= kFewTurns, without the double precision that GPUs convert to slowly: with fused operations
+// two parts of pi/2 leave no more than 4e-11.
+constexpr float kFewTurns = 32768;
+HFR_INLINE Complex<float> unit_of_few_turns(float x, float rest, float& cosine_less_one) {
+  const float shifted = __fmaf_rn(x, 0.636619772f, 12582912.0f), n = shifted - 12582912.0f;
+  const float r = __fmaf_rn(n, 4.37113883e-8f, __fmaf_rn(n, -1.57079637f, x)) + rest;
+  return unit(r, bits_from_float(shifted), 0.0f, cosine_less_one);
+}
+#endif
+
 // The same of x + rest for any x and a rest of 0.01 at most, within 2 ulp of the larger of the two, branch-free. The multiple of
 // pi/2 nearest to x is taken off in double precision, in which one constant does for all |x| < 2^30; beyond, where neighbouring
 // numbers lie more than twenty turns apart, it is NaN.
 HFR_INLINE Complex<float> unit(float x, float rest, float& cosine_less_one) {
+#ifdef __CUDA_ARCH__
+  if (x < kFewTurns && x > -kFewTurns) return unit_of_few_turns(x, rest, cosine_less_one);
+#endif
   const double rounding = 6755399441055744.0;  // 1.5 * 2^52: the integer part ends up in the low mantissa bits
   const double n = (double)x * 0.63661977236758134 + rounding;
   const float r = (float)((double)x - (n - rounding) * 1.5707963267948966) + rest;
@@ -330,6 +359,34 @@ HFR_INLINE Complex<T> unit(T x) {
   return unit(x, T(0), cosine_less_one);
 }
 
+// ---- complex directions ---------------------------------------------------------------------------------------------
+
+// x / |x| and |x|; 1 and 0 for zero. The squares neither overflow nor vanish: both parts are first divided by the larger.
+template <class T>
+HFR_INLINE Complex<T> direction(Complex<T> x, T& size) {
+  const T re = x.re < T(0) ? -x.re : x.re, im = x.im < T(0) ? -x.im : x.im;
+  const T largest = re > im ? re : im, scale = largest > T(0) ? largest : T(1);
+  const T u = largest > T(0) ? x.re / scale : T(1), v = x.im / scale;
+  const T length = square_root(u * u + v * v);
+  size = largest * length;
+  return {u / length, v / length};
+}
+
+#ifdef __CUDA_ARCH__
+// The same of |x| <= 1e37 by the GPU's own reciprocal square root (within 2 ulp), the parts first moved by a power of two. A
+// subnormal |x| is 0.
+HFR_INLINE Complex<float> direction_within(Complex<float> x, float& size) {
+  const float re = x.re < 0 ? -x.re : x.re, im = x.im < 0 ? -x.im : x.im;
+  const unsigned int exponent = bits_from_float(re > im ? re : im) & 0x7f800000u;
+  const float scale = float_from_bits(0x7f000000u - exponent), u = scale * x.re, v = scale * x.im, square = u * u + v * v;
+  float inverse;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(square));
+  const bool zero = square == 0;
+  size = zero ? 0.0f : square * inverse * float_from_bits(exponent);
+  return {zero ? 1.0f : u * inverse, zero ? 0.0f : v * inverse};
+}
+#endif
+
 // ---- how exactly ----------------------------------------------------------------------------------------------------
 
 constexpr float kWithin = 40;
@@ -344,6 +401,8 @@ struct Exact {
   HFR_INLINE static T exponential(T x) { return hfr::exponential(x); }
   template <class T>
   HFR_INLINE static Complex<T> unit(T x) { return hfr::unit(x); }
+  template <class T>
+  HFR_INLINE static Complex<T> direction(Complex<T> x, T& size) { return hfr::direction(x, size); }
 };
 
 // The same numbers for floats whose gates and angles are at most kWithin, without the clamps: of several in a row, compilers
@@ -353,7 +412,16 @@ struct ExactWithin {
   static constexpr bool within = true;
 
   HFR_INLINE static float exponential(float x) { return exponential_within(x); }
+#ifdef __CUDA_ARCH__
+  HFR_INLINE static Complex<float> unit(float x) {
+    float cosine_less_one;
+    return unit_of_few_turns(x, 0.0f, cosine_less_one);
+  }
+  HFR_INLINE static Complex<float> direction(Complex<float> x, float& size) { return direction_within(x, size); }
+#else
   HFR_INLINE static Complex<float> unit(float x) { return hfr::unit(x); }
+  HFR_INLINE static Complex<float> direction(Complex<float> x, float& size) { return hfr::direction(x, size); }
+#endif
 };
 
 struct Short;
@@ -364,10 +432,22 @@ struct Short;
 // over time: where e is off by a factor 1 + d, so is (1 - a) / a with a = 1 / (1 + e) or e / (1 + e), and a is rounded as
 // ever. So a state remembers 1 / (1 - a) steps to 2e-5, a long memory like a short one. Angles have no such complement and stay
 // as exact as floats; only their quarter turns are taken off in single precision, pi/2 being two numbers, the first of 8 bits.
+// GPUs have functions of their own, which are within 2e-6 there.
 struct ShortWithin {
   using Any = Short;
   static constexpr bool within = true;
 
+#ifdef __CUDA_ARCH__
+  HFR_INLINE static float exponential(float x) { return power_of_two(x * 1.44269504f); }
+
+  HFR_INLINE static Complex<float> unit(float x) {
+    const float n = __fmaf_rn(x, 0.159154943f, 12582912.0f) - 12582912.0f;  // whole turns
+    const float r = __fmaf_rn(n, 1.74845553e-7f, __fmaf_rn(n, -6.28318548f, x));
+    return {__cosf(r), __sinf(r)};
+  }
+
+  HFR_INLINE static Complex<float> direction(Complex<float> x, float& size) { return direction_within(x, size); }
+#else
   HFR_INLINE static float exponential(float x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: the integer part ends up in the low mantissa bits
     const float shifted = x * 1.44269504f + magic;
@@ -386,6 +466,9 @@ struct ShortWithin {
     float cosine_less_one;
     return hfr::unit(r, bits_from_float(shifted), 0.0f, cosine_less_one);
   }
+
+  HFR_INLINE static Complex<float> direction(Complex<float> x, float& size) { return hfr::direction(x, size); }
+#endif
 };
 
 // The same for any arguments: those within are computed alike, up to how a compiler fuses multiplications and sums.
@@ -400,15 +483,16 @@ struct Short {
   }
 
   HFR_INLINE static Complex<float> unit(float x) { return hfr::unit(x); }
+  HFR_INLINE static Complex<float> direction(Complex<float> x, float& size) { return hfr::direction(x, size); }
 };
 
 // sigma(x) and sigma(-x) = 1 - sigma(x), both to full relative precision: the complement of a saturated gate is the decay
 // that a long memory lives on, so it must not be formed by subtraction.
 template <class Math = Exact, class T>
 HFR_INLINE void logistic(T x, T& value, T& complement) {
-  T limit = x < T(-87) && !Math::within ? T(-87) : x;  // keeps e finite in double precision as well
+  T limit = x < T(-87) && !Math::within && sizeof(T) > 4 ? T(-87) : x;  // keeps e finite, as `exponential` does a float's
   T e = Math::exponential(-limit);
-  value = T(1) / (T(1) + e);
+  value = reciprocal(T(1) + e);
   complement = e * value;
 }
 
@@ -418,19 +502,8 @@ HFR_INLINE void logistic(T x, T& value, T& complement) {
 template <class T>
 HFR_INLINE Complex<T> inverse(Complex<T> x) {
   constexpr T scale = T(9.31322574615478516e-10);
-  const T re = scale * x.re, im = scale * x.im, size = T(1) / (re * re + im * im);
+  const T re = scale * x.re, im = scale * x.im, size = reciprocal(re * re + im * im);
   return {scale * (re * size), -scale * (im * size)};
-}
-
-// x / |x| and |x|; 1 and 0 for zero. The squares neither overflow nor vanish: both parts are first divided by the larger.
-template <class T>
-HFR_INLINE Complex<T> direction(Complex<T> x, T& size) {
-  const T re = x.re < T(0) ? -x.re : x.re, im = x.im < T(0) ? -x.im : x.im;
-  const T largest = re > im ? re : im, scale = largest > T(0) ? largest : T(1);
-  const T u = largest > T(0) ? x.re / scale : T(1), v = x.im / scale;
-  const T length = square_root(u * u + v * v);
-  size = largest * length;
-  return {u / length, v / length};
 }
 
 }  // namespace hfr

@@ -11,8 +11,35 @@
 
 using namespace hfr;
 
-typedef HFR_CELL Cell;
 typedef HFR_TYPE T;
+
+// Where a cell's gates begin among its inputs; -1 where it has none.
+template <class C>
+HFR_DEVICE constexpr auto first_gate_of(int) -> decltype(C::first_gate + 0) { return C::first_gate; }
+template <class C>
+HFR_DEVICE constexpr int first_gate_of(long) { return -1; }
+
+// How a cell with gates is computed where the tensors hold T: for gates of any size, and for those within kWithin.
+template <class C, class T, bool gated = first_gate_of<C>(0) >= 0>
+struct Computed { typedef C Any, Within; };
+template <class C, class T>
+struct Computed<C, T, true> {
+  typedef typename C::template With<Short> Any;
+  typedef typename C::template With<ShortWithin> Within;
+};
+template <class C>
+struct Computed<C, float, true> {
+  typedef C Any;
+  typedef typename C::template With<ExactWithin> Within;
+};
+template <class C>
+struct Computed<C, double, true> { typedef C Any, Within; };
+
+typedef Computed<HFR_CELL, T>::Any Cell;
+template <bool plain> struct CellWhere { typedef Cell type; };
+template <> struct CellWhere<true> { typedef Computed<HFR_CELL, T>::Within type; };
+constexpr int kFirstGate = first_gate_of<Cell>(0);
+
 typedef Cell::State State;
 typedef StateOf<T>::type Value;             // what the numbers of a tensor are computed with
 typedef SavedAs<T, State>::type Saved;      // what h is kept as
@@ -27,23 +54,9 @@ constexpr int kInputs = Cell::inputs;
 constexpr int kNumbers = kInputs + Cell::timed;
 constexpr int kMaxInputs = 5;
 
-typedef Vector<T, kWidth> Pack;
-typedef Vector<Saved, kWidth> SavedPack;
+typedef Packed<T, kWidth> Numbers;
+typedef Packed<Saved, kWidth> SavedNumbers;
 typedef Vector<State, kWidth> States;
-
-// Writes a pack that starts at element `offset`, by its number: at the address of an element NVRTC writes one number at a time,
-// four times the requests to memory.
-template <class U>
-HFR_DEVICE void put(const Vector<U, kWidth>& pack, U* to, Index offset) {
-  reinterpret_cast<Vector<U, kWidth>*>(to)[offset / kWidth] = pack;
-}
-
-// Positions that a thread takes at once, of so many bytes in the state type from each tensor: what leaves registers for two
-// blocks on a multiprocessor. Backward has twice the tensors.
-HFR_DEVICE constexpr int steps_for(int bytes) {
-  int steps = bytes / (int)sizeof(State) / kWidth;
-  return steps > 1 ? steps : 1;
-}
 
 struct Problem : Scan<State> {
   const Real* times;  // of a timed cell: (batch, length), strides in elements
@@ -53,121 +66,210 @@ struct Problem : Scan<State> {
 struct alignas(16) Shared {
   State products[kParts][kChannels], sums[kParts][kChannels], entering[kParts][kChannels];
   bool cuts[kParts];
+  int ticket;
 };
 
-constexpr bool kSmooth = !Cell::first_may_be_constant;  // exponentials, which take registers of their own
-constexpr bool kFewer = kInputs > 2 || kWidth == 1 || sizeof(State) > 4 || (kSmooth && sizeof(T) == 4);
-constexpr int kBlocks = kSmooth && sizeof(Value) > 4 ? 1 : 2;  // to a multiprocessor, at least
-
+constexpr bool kKeeps = !Cell::first_may_be_constant || Cell::timed;  // coefficients, that are more than the inputs themselves
 // What a thread holds of a position: its channels' inputs, and what all channels have in common.
+template <int inputs>
 struct Inputs {
-  Pack x[kInputs];
+  Numbers x[inputs];
   Real time;
-
-  HFR_DEVICE void fetch(const Problem& p, const View<T> (&inputs)[kMaxInputs], Index b, Index t, Index d) {
-#pragma unroll
-    for (int k = 0; k < kInputs; ++k) {
-      x[k] = *reinterpret_cast<const Pack*>(inputs[k].data + b * inputs[k].b + t * inputs[k].l + d * inputs[k].d);
-    }
-    if (Cell::timed) time = p.times[b * p.times_b + t * p.times_l];
-  }
 };
 
 // One channel's numbers, as they are computed with.
 struct Values {
   Value x[kNumbers];
 
-  HFR_DEVICE Values(const Inputs& inputs, int j) {
+  template <int inputs>
+  HFR_DEVICE Values(const Inputs<inputs>& read, int j) {
 #pragma unroll
-    for (int k = 0; k < kInputs; ++k) x[k] = load(inputs.x[k].v[j]);
-    if constexpr (Cell::timed) x[kInputs] = Value(inputs.time);
+    for (int k = 0; k < kInputs; ++k) x[k] = k < inputs ? read.x[k < inputs ? k : 0].get(j) : Value(0);
+    if constexpr (Cell::timed) x[kInputs] = Value(read.time);
+  }
+};
+
+// This thread's, of a block that has the channels of `column`.
+HFR_DEVICE Index first_channel(Index column) { return column * kChannels + threadIdx.x % kRow * kWidth; }
+
+// Whether all gates are within kWithin, or NaN, of which nothing else comes.
+template <int steps, int inputs>
+HFR_DEVICE bool gates_within(const Inputs<inputs> (&read)[steps]) {
+  if constexpr (kFirstGate >= 0 && sizeof(Real) == 4) {
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < steps; ++i) {
+#pragma unroll
+      for (int k = kFirstGate; k < inputs; ++k) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          const float x = read[i].x[k].get(j), size = x < 0 ? -x : x;
+          largest = size > largest ? size : largest;
+        }
+      }
+    }
+    return largest <= kWithin;
+  } else {
+    return true;
+  }
+}
+
+// Where one thread stands in its walk: at the first of its positions of the tile that is fetched next.
+template <int inputs>
+struct Reader {
+  const T* at[inputs];
+  Index step[inputs];  // from one position to the next in the flow, in elements
+  const Real* times;
+  Index times_step;
+
+  HFR_DEVICE Reader(const Problem& p, const View<T> (&views)[kMaxInputs], Index b, Index t, Index d, Index sign) {
+#pragma unroll
+    for (int k = 0; k < inputs; ++k) {
+      at[k] = views[k].data + b * views[k].b + t * views[k].l + d * views[k].d;
+      step[k] = sign * views[k].l;
+    }
+    if (Cell::timed) times = p.times + b * p.times_b + t * p.times_l, times_step = sign * p.times_l;
+  }
+
+  // Reads a position, and goes on to the next.
+  HFR_DEVICE void fetch(Inputs<inputs>& to) {
+#pragma unroll
+    for (int k = 0; k < inputs; ++k) to.x[k].read(at[k]);
+    if (Cell::timed) to.time = *times;
+    skip(1);
+  }
+
+  HFR_DEVICE void skip(int steps) {
+#pragma unroll
+    for (int k = 0; k < inputs; ++k) at[k] += steps * step[k];
+    if (Cell::timed) times += steps * times_step;
   }
 };
 
 // ---- one thread's positions of a tile --------------------------------------------------------------------------------
 
-// The two bits of each position's flags stand side by side in `flags`.
+// Where there are no flags, all of a thread's positions lie within the sequence and its gates are no larger than kWithin, there
+// is nothing to choose: nearly all are `plain`, and the choices would take several times the instructions of the recurrence.
+// Otherwise the two bits of each position's flags stand side by side in `flags`.
 struct Forward {
-  static constexpr int kSteps = steps_for(kFewer ? 32 : 64);
+  static constexpr int kSteps = HFR_STEPS;
 
   struct Raw {
-    Inputs x[kSteps];
+    Inputs<kInputs> x[kSteps];
     unsigned flags;
+    bool plain;
   };
 
   const Problem& p;
   const View<T> (&inputs)[kMaxInputs];
   Saved* h;  // may be null where y is given
   T* y;      // null where h is what is given
-  Index b, d;
-  State a[kSteps][kWidth], c[kSteps][kWidth];
+  Index b = 0, d = 0, column = 0;
+  Reader<kInputs> reader;
+  Index out, out_step;  // of this tile's first position in what is written, in packs
+  State a[kKeeps ? kSteps : 1][kWidth], c[kKeeps ? kSteps : 1][kWidth];
+
+  HFR_DEVICE Forward(const Problem& p, const View<T> (&inputs)[kMaxInputs], Saved* h, T* y)
+      : p(p), inputs(inputs), h(h), y(y), reader(p, inputs, 0, 0, 0, 0) {}
+
+  HFR_DEVICE void place(Index row, Index channels) { b = row, column = channels, d = first_channel(channels); }
 
   HFR_DEVICE Index position(Index flow) const { return p.reverse ? p.length - 1 - flow : flow; }
 
-  HFR_DEVICE void end_segment(Shared&, Index, bool) {}
-
-  HFR_DEVICE void fetch(Raw& raw, Index flow, Index end) const {
-    raw.flags = 0;
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      if (d >= p.channels || flow + i >= end) {
-        raw.flags |= kMasked << 2 * i;
-        continue;
-      }
-      Index t = position(flow + i);
-      if (p.flags) raw.flags |= p.flags[b * p.length + t] << 2 * i;
-      raw.x[i].fetch(p, inputs, b, t, d);
-    }
+  HFR_DEVICE void start(Index flow) {
+    const Index t = position(flow), sign = p.reverse ? -1 : 1;
+    reader = Reader<kInputs>(p, inputs, b, t, d, sign);
+    out = ((b * p.length + t) * p.channels + d) / kWidth;
+    out_step = sign * p.channels / kWidth;
   }
 
+  HFR_DEVICE void end_segment(Shared&, Index, bool) {}
+
+  // The next tile's, of which this thread's positions begin at `flow`.
+  HFR_DEVICE void fetch(Raw& raw, Index flow, Index end, int tile) {
+    raw.plain = d < p.channels && flow + kSteps <= end && !p.flags;
+    raw.flags = 0;
+    if (raw.plain) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) reader.fetch(raw.x[i]);
+    } else {
+      raw = {};
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        if (d < p.channels && flow + i < end) {
+          if (p.flags) raw.flags |= p.flags[b * p.length + position(flow + i)] << 2 * i;
+          reader.fetch(raw.x[i]);
+        } else {
+          raw.flags |= kMasked << 2 * i;
+          reader.skip(1);
+        }
+      }
+    }
+    reader.skip(tile - kSteps);
+  }
+
+  // Finds those of the i-th position; returns where they are.
+  template <bool plain>
+  HFR_DEVICE int coefficients(const Raw& raw, int i) {
+    const int at = kKeeps ? i : 0;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) CellWhere<plain>::type::coefficients(Values(raw.x[i], j).x, a[at][j], c[at][j]);
+    return at;
+  }
+
+  template <bool plain>
   HFR_DEVICE void summarise(const Raw& raw, States& product, States& sum, bool& cut) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      if (raw.flags >> 2 * i & kDrop) {
+      if (!plain && raw.flags >> 2 * i & kDrop) {
         cut = true;
         for (int j = 0; j < kWidth; ++j) sum.v[j] = State(0);
       }
-      if (raw.flags >> 2 * i & kMasked) continue;
+      const int at = coefficients<plain>(raw, i);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        Cell::coefficients(Values(raw.x[i], j).x, a[i][j], c[i][j]);
-        product.v[j] = a[i][j] * product.v[j];
-        sum.v[j] = a[i][j] * sum.v[j] + c[i][j];
+        if (!plain && raw.flags >> 2 * i & kMasked) continue;
+        product.v[j] = a[at][j] * product.v[j];
+        sum.v[j] = a[at][j] * sum.v[j] + c[at][j];
       }
     }
   }
 
+  template <bool plain>
   HFR_DEVICE void run(const Raw& raw, States state, Index flow, Index begin, Index end) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      if (d >= p.channels || flow + i >= end) continue;
-      Pack out;
-      SavedPack saved;
+      if (!plain && (d >= p.channels || flow + i >= end)) continue;
+      Value given[kWidth];
+      const int at = kKeeps ? i : coefficients<plain>(raw, i);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        if (raw.flags >> 2 * i & kDrop) state.v[j] = State(0);
-        if (!(raw.flags >> 2 * i & kMasked)) state.v[j] = a[i][j] * state.v[j] + c[i][j];
-        store(state.v[j], saved.v[j]);
-        if (Cell::reads) store(Cell::read(Values(raw.x[i], j).x, state.v[j]), out.v[j]);
+        if (!plain && raw.flags >> 2 * i & kDrop) state.v[j] = State(0);
+        if (plain || !(raw.flags >> 2 * i & kMasked)) state.v[j] = a[at][j] * state.v[j] + c[at][j];
+        if constexpr (Cell::reads) given[j] = Cell::read(Values(raw.x[i], j).x, state.v[j]);
       }
-      if (flow + i < begin) continue;
-      const Index offset = (b * p.length + position(flow + i)) * p.channels + d;
-      if (Cell::reads) put(out, y, offset);
-      if (!Cell::reads || h) put(saved, h, offset);
+      if (!plain && flow + i < begin) continue;
+      const Index to = out + i * out_step;
+      if constexpr (Cell::reads) Numbers(given).write(y, to);
+      if (!Cell::reads || h) SavedNumbers(state.v).write(h, to);
     }
   }
+
+  HFR_DEVICE void skip(int steps) { out += steps * out_step; }
 };
 
 // The flow is against time: g = carry + what comes from grad_y, and the cell's backward makes the next carry, conj(a) g.
 // grad_y is the gradient of what the cell gives, be that h.
 struct Backward {
-  static constexpr int kSteps = steps_for(kInputs > 2 || kWidth == 1 ? 16 : 32);
+  static constexpr int kSteps = HFR_STEPS_BACK;
+  static constexpr int kRead = Cell::backward_inputs;
 
   struct Raw {
-    Inputs x[kSteps];
-    Pack grad[kSteps];
-    SavedPack before[kSteps];  // h of the position before
+    Inputs<kRead> x[kSteps];
+    Numbers grad[kSteps];
+    SavedNumbers before[kSteps];  // h of the position before
     unsigned flags;
+    bool plain;
   };
 
   const Problem& p;
@@ -177,11 +279,35 @@ struct Backward {
   const State* initial;
   T* const (&grads)[kMaxInputs];
   State* totals;
-  Real* grad_times;  // (gridDim.x, batch, length): the sums over each block's channels
-  Index b, d;
-  States total;  // of the gradient of inputs[0], where it is constant over time
+  Real* grad_times;  // (blocks of channels, batch, length): the sums over each block's channels
+  Index b = 0, d = 0, column = 0;
+  Reader<kRead> reader;
+  const T* grad_at;
+  Index grad_step;
+  Index out, out_step;  // of this tile's first position in what is written, in packs
+  Index before;         // of the position before the next tile's first in h, likewise
+  States total;         // of the gradient of inputs[0], where it is constant over time
+
+  HFR_DEVICE Backward(const Problem& p, const View<T> (&inputs)[kMaxInputs], const View<T>& grad_y, const Saved* h,
+                      const State* initial, T* const (&grads)[kMaxInputs], State* totals, Real* grad_times)
+      : p(p), inputs(inputs), grad_y(grad_y), h(h), initial(initial), grads(grads), totals(totals), grad_times(grad_times),
+        reader(p, inputs, 0, 0, 0, 0) {
+    fill(total.v, State(0));
+  }
+
+  HFR_DEVICE void place(Index row, Index channels) { b = row, column = channels, d = first_channel(channels); }
 
   HFR_DEVICE Index position(Index flow) const { return p.reverse ? flow : p.length - 1 - flow; }
+
+  HFR_DEVICE void start(Index flow) {
+    const Index t = position(flow), sign = p.reverse ? 1 : -1;
+    reader = Reader<kRead>(p, inputs, b, t, d, sign);
+    grad_at = grad_y.data + b * grad_y.b + t * grad_y.l + d * grad_y.d;
+    grad_step = sign * grad_y.l;
+    out = ((b * p.length + t) * p.channels + d) / kWidth;
+    out_step = sign * p.channels / kWidth;
+    before = out + out_step;
+  }
 
   HFR_DEVICE void end_segment(Shared& shared, Index at, bool owner) {
     if (!totals) return;
@@ -194,24 +320,39 @@ struct Backward {
     __syncthreads();
   }
 
-  HFR_DEVICE void fetch(Raw& raw, Index flow, Index end) const {
+  HFR_DEVICE void fetch(Raw& raw, Index flow, Index end, int tile) {
+    raw.plain = d < p.channels && flow + kSteps <= end && flow + kSteps < p.length && !p.flags;
     raw.flags = 0;
+    if (raw.plain) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      if (d >= p.channels || flow + i >= end) {
-        raw.flags |= kMasked << 2 * i;
-        continue;
+      for (int i = 0; i < kSteps; ++i) {
+        reader.fetch(raw.x[i]);
+        raw.grad[i].read(grad_at);
+        if (h) raw.before[i].read(h, before);  // a summary needs no h
+        grad_at += grad_step, before += out_step;
       }
-      Index t = position(flow + i);
-      if (p.flags) raw.flags |= p.flags[b * p.length + t] << 2 * i;
-      raw.x[i].fetch(p, inputs, b, t, d);
-      raw.grad[i] = *reinterpret_cast<const Pack*>(grad_y.data + b * grad_y.b + t * grad_y.l + d * grad_y.d);
-      if (h && flow + i + 1 < p.length) {  // a summary needs no h
-        raw.before[i] = *reinterpret_cast<const SavedPack*>(h + (b * p.length + position(flow + i + 1)) * p.channels + d);
+    } else {
+      raw = {};
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        if (d < p.channels && flow + i < end) {
+          if (p.flags) raw.flags |= p.flags[b * p.length + position(flow + i)] << 2 * i;
+          reader.fetch(raw.x[i]);
+          raw.grad[i].read(grad_at);
+          if (h && flow + i + 1 < p.length) raw.before[i].read(h, before);
+        } else {
+          raw.flags |= kMasked << 2 * i;
+          reader.skip(1);
+        }
+        grad_at += grad_step, before += out_step;
       }
     }
+    reader.skip(tile - kSteps);
+    grad_at += (tile - kSteps) * grad_step;
+    before += (tile - kSteps) * out_step;
   }
 
+  template <bool plain>
   HFR_DEVICE void summarise(const Raw& raw, States& product, States& sum, bool& cut) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
@@ -220,39 +361,45 @@ struct Backward {
       for (int j = 0; j < kWidth; ++j) {
         const Values values(raw.x[i], j);
         Value dx[kNumbers];
-        sum.v[j] = sum.v[j] + Cell::read_back(values.x, State(0), load(raw.grad[i].v[j]), dx);
-        if (raw.flags >> 2 * i & kMasked) continue;
+        sum.v[j] = sum.v[j] + Cell::read_back(values.x, State(0), raw.grad[i].get(j), dx);
+        if (!plain && raw.flags >> 2 * i & kMasked) continue;
         State a, c;
-        Cell::coefficients(values.x, a, c);
+        CellWhere<plain>::type::coefficients(values.x, a, c);
         product.v[j] = conj(a) * product.v[j];
         sum.v[j] = conj(a) * sum.v[j];
       }
-      if (raw.flags >> 2 * i & kDrop) {
+      if (!plain && raw.flags >> 2 * i & kDrop) {
         cut = true;
         for (int j = 0; j < kWidth; ++j) sum.v[j] = State(0);
       }
     }
   }
 
+  template <bool plain>
   HFR_DEVICE void run(const Raw& raw, States carry, Index flow, Index begin, Index end) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       Real of_time(0);
-      if (d < p.channels && flow + i < end) of_time = run_position(raw, i, carry, flow + i, begin);
-      if (!Cell::timed) continue;
-      // The threads side by side have the same position; all of a warp take part, so that any may ask any.
+      if (plain || (d < p.channels && flow + i < end)) of_time = run_position<plain>(raw, i, carry, flow + i, begin);
+      if constexpr (Cell::timed) sum_of_time(of_time, flow + i, begin, end);
+    }
+  }
+
+  // The threads side by side have the same position; all of a warp take part, so that any may ask any.
+  HFR_DEVICE void sum_of_time(Real of_time, Index at, Index begin, Index end) const {
 #pragma unroll
-      for (int lanes = 1; lanes < kRow; lanes *= 2) of_time += __shfl_xor_sync(0xffffffffu, of_time, lanes);
-      if (threadIdx.x % kRow == 0 && flow + i >= begin && flow + i < end) {
-        grad_times[((Index)blockIdx.x * p.batch + b) * p.length + position(flow + i)] = of_time;
-      }
+    for (int lanes = 1; lanes < kRow; lanes *= 2) of_time += __shfl_xor_sync(0xffffffffu, of_time, lanes);
+    if (threadIdx.x % kRow == 0 && at >= begin && at < end) {
+      grad_times[(column * p.batch + b) * p.length + position(at)] = of_time;
     }
   }
 
   // The i-th of a tile, `at` in the flow. Returns these channels' part of the gradient of a timed cell's time.
+  template <bool plain>
   HFR_DEVICE Real run_position(const Raw& raw, int i, States& carry, Index at, Index begin) {
-    const bool drop = raw.flags >> 2 * i & kDrop, masked = raw.flags >> 2 * i & kMasked;
-    Pack out[kInputs];
+    const bool drop = !plain && raw.flags >> 2 * i & kDrop, masked = !plain && raw.flags >> 2 * i & kMasked;
+    typedef typename CellWhere<plain>::type Here;
+    Value grad[kInputs][kWidth];
     Real of_time(0);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
@@ -261,64 +408,81 @@ struct Backward {
 #pragma unroll
       for (int k = 0; k < kNumbers; ++k) dx[k] = Value(0);
       State previous = State(0);
-      if (!drop && at + 1 < p.length) previous = load(raw.before[i].v[j]);
-      if (!drop && at + 1 == p.length && initial) previous = initial[b * p.channels + d + j];
-      const State here = masked || !Cell::reads ? previous : Cell::forward(values.x, previous);
-      const State g = carry.v[j] + Cell::read_back(values.x, here, load(raw.grad[i].v[j]), dx);
-      carry.v[j] = masked ? g : Cell::backward(values.x, previous, g, dx);
+      if (plain || (!drop && at + 1 < p.length)) previous = raw.before[i].get(j);
+      if (!plain && !drop && at + 1 == p.length && initial) previous = initial[b * p.channels + d + j];
+      const State here = masked || !Cell::reads ? previous : Here::forward(values.x, previous);
+      const State g = carry.v[j] + Cell::read_back(values.x, here, raw.grad[i].get(j), dx);
+      carry.v[j] = masked ? g : Here::backward(values.x, previous, g, dx);
       if (drop) carry.v[j] = State(0);
-      if (Cell::first_may_be_constant && at >= begin) total.v[j] = total.v[j] + State(dx[0]);
+      if (Cell::first_may_be_constant && (plain || at >= begin)) total.v[j] = total.v[j] + State(dx[0]);
       if constexpr (Cell::timed) of_time += real(dx[kInputs]);
 #pragma unroll
-      for (int k = 0; k < kInputs; ++k) store(dx[k], out[k].v[j]);
+      for (int k = 0; k < kInputs; ++k) grad[k][j] = dx[k];
     }
-    if (at < begin) return of_time;
-    const Index offset = (b * p.length + position(at)) * p.channels + d;
+    if (!plain && at < begin) return of_time;
+    const Index to = out + i * out_step;
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
-      if (k > 0 || !totals) put(out[k], grads[k], offset);
+      if (k > 0 || !totals) Numbers(grad[k]).write(grads[k], to);
     }
     return of_time;
   }
+
+  HFR_DEVICE void skip(int steps) { out += steps * out_step; }
 };
 
 // ---- the walk of a block over its segment ----------------------------------------------------------------------------
 
-// `from`: where the walk starts, at or before `begin`, from where on it writes. With `writes` false it only finds, in the
-// threads of the first kChannels, what the walk makes of a state: product, state (from 0) and cut.
-template <bool writes, class Pass>
-HFR_DEVICE void walk(Pass& pass, Shared& shared, Index from, Index begin, Index end, State& product, State& state,
-                     bool& cut) {
+// `from`: where the walk starts, at or before `begin`, from where on it writes. `enter` gives the state that it starts from, once
+// loads are in flight. With `writes` false it only finds, in the threads of the first kChannels, what the walk makes of a
+// state: product, state (from 0) and cut.
+template <bool writes, class Pass, class Enter>
+HFR_DEVICE void walk(Pass& pass, Shared& shared, Index from, Index begin, Index end, const Enter& enter, State& product,
+                     State& state, bool& cut) {
   constexpr int kSteps = Pass::kSteps, kTile = kParts * kSteps;
   const int column = threadIdx.x % kRow, part = threadIdx.x / kRow;
-  typename Pass::Raw next = {};
-  pass.fetch(next, from + part * kSteps, end);
-  for (Index tile = from; tile < end; tile += kTile) {
-    const Index flow = tile + part * kSteps;
+  Index flow = from + part * kSteps;
+  pass.start(flow);
+  typename Pass::Raw next;
+  pass.fetch(next, flow, end, kTile);
+  state = enter();
+  for (Index tile = from; tile < end; tile += kTile, flow += kTile) {
     const typename Pass::Raw now = next;
-    next = {};
-    pass.fetch(next, flow + kTile, end);
+    pass.fetch(next, flow + kTile, end, kTile);
+    bool plain = now.plain && flow >= begin && gates_within(now.x);
+    if constexpr (Cell::timed) plain = __all_sync(0xffffffffu, plain);  // its sums over a warp's threads are formed by all
     States products, sums;
     bool cut_here = false;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) products.v[j] = State(1), sums.v[j] = State(0);
-    pass.summarise(now, products, sums, cut_here);
+    if (plain) {
+      pass.template summarise<true>(now, products, sums, cut_here);
+    } else {
+      pass.template summarise<false>(now, products, sums, cut_here);
+    }
     *reinterpret_cast<States*>(&shared.products[part][column * kWidth]) = products;
     *reinterpret_cast<States*>(&shared.sums[part][column * kWidth]) = sums;
     if (column == 0) shared.cuts[part] = cut_here;
-    __syncthreads();
+    const bool cuts = __syncthreads_or(cut_here);
     if (threadIdx.x < kChannels) {
-#pragma unroll 8
+#pragma unroll 4
       for (int i = 0; i < kParts; ++i) {
-        const bool cut_there = shared.cuts[i];
+        const bool cut_there = cuts && shared.cuts[i];
         if (writes) shared.entering[i][threadIdx.x] = state;
         state = passed_on(state, shared.products[i][threadIdx.x], shared.sums[i][threadIdx.x], cut_there);
-        product = shared.products[i][threadIdx.x] * product;
-        cut = cut || cut_there;
+        if (!writes) product = shared.products[i][threadIdx.x] * product;
       }
+      cut = cut || cuts;
     }
     __syncthreads();
-    if (writes) pass.run(now, *reinterpret_cast<const States*>(&shared.entering[part][column * kWidth]), flow, begin, end);
+    if (!writes) continue;
+    const States entering = *reinterpret_cast<const States*>(&shared.entering[part][column * kWidth]);
+    if (plain) {
+      pass.template run<true>(now, entering, flow, begin, end);
+    } else {
+      pass.template run<false>(now, entering, flow, begin, end);
+    }
+    pass.skip(kTile);
   }
 }
 
@@ -328,10 +492,10 @@ HFR_DEVICE void summarise_segments(const Problem& p, Shared& shared, Pass& pass)
   for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
     const Work work(item, p.length, p.segments, p.segment_length);
     if (work.segment == p.segments - 1) continue;
-    pass.b = work.b;
-    State product(1), state(0);
+    pass.place(work.b, blockIdx.x);
+    State product(1), state;
     bool cut = false;
-    walk<false>(pass, shared, work.begin, work.begin, work.end, product, state, cut);
+    walk<false>(pass, shared, work.begin, work.begin, work.end, [] { return State(0); }, product, state, cut);
     if (threadIdx.x < kChannels && channel < p.channels) {
       const Index at = (work.segment * p.batch + work.b) * p.channels + channel;
       p.products[at] = product;
@@ -341,32 +505,71 @@ HFR_DEVICE void summarise_segments(const Problem& p, Shared& shared, Pass& pass)
   }
 }
 
+// What another multiprocessor has written.
+template <class U>
+HFR_DEVICE U fresh(const U* at) { return *static_cast<const volatile U*>(at); }
+template <class U>
+HFR_DEVICE Complex<U> fresh(const Complex<U>* at) { return {fresh(&at->re), fresh(&at->im)}; }
+
 // from, to: (batch, channels), the state (or its gradient) before and after the whole sequence. `from` may be null, for zero,
-// and may be `to` where time is in one segment.
+// and may be `to` where the products of segments are not used.
+//
+// chain: null, or a ticket and, for each row of `columns` blocks of channels, how many of its segments are done, all zero at
+// first. There the rows are more than the blocks that run at once, and time is in segments only so that all of them have as
+// much to do: a block takes one segment after the other, the first ones of all rows before all second ones, and the state
+// goes from one to the next in `to`. So every byte is read once, and states are those of one walk, whoever takes which segment.
+// A block waits only for what was given out before its own, so that none waits for ever.
 template <class Pass>
-HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, const State* from, State* to) {
-  const Index channel = (Index)blockIdx.x * kChannels + threadIdx.x;
-  const bool owner = threadIdx.x < kChannels && channel < p.channels;
-  for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
-    const Work work(item, p.length, p.segments, p.segment_length);
-    pass.b = work.b;
-    const State given = owner && from ? from[work.b * p.channels + channel] : State(0);
-    State state = given;
-    for (Index s = 0; owner && s < work.segment; ++s) {
-      const Index at = (s * p.batch + work.b) * p.channels + channel;
-      state = passed_on(state, p.products[at], p.sums[at], p.cuts[s * p.batch + work.b]);
+HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, const State* from, State* to, int* chain,
+                              Index columns) {
+  for (Index item = blockIdx.y;; item += gridDim.y) {
+    Index b, column = blockIdx.x, segment;
+    if (chain) {
+      if (threadIdx.x == 0) shared.ticket = atomicAdd(chain, 1);
+      __syncthreads();
+      const Index row = shared.ticket % (p.batch * columns);
+      b = row / columns, column = row % columns, segment = shared.ticket / (p.batch * columns);
+      if (segment >= p.segments) return;
+    } else {
+      if (item >= p.batch * p.segments) return;
+      b = item / p.segments, segment = item % p.segments;
     }
-    Index start = work.begin;
-    if (work.segment > 0) {
+    const Index begin = segment * p.segment_length, end = begin + p.segment_length < p.length ? begin + p.segment_length : p.length;
+    const Index channel = column * kChannels + threadIdx.x, at = b * p.channels + channel;
+    const bool owner = threadIdx.x < kChannels && channel < p.channels;
+    int* const done = chain + 1 + b * columns + column;
+    pass.place(b, column);
+    Index start = begin;
+    const State given = owner && from ? from[at] : State(0);
+    State entering = given;
+    if (!chain && segment > 0) {
+      for (Index s = 0; owner && s < segment; ++s) {
+        const Index summary = (s * p.batch + b) * p.channels + channel;
+        entering = passed_on(entering, p.products[summary], p.sums[summary], p.cuts[s * p.batch + b]);
+      }
       // A segment's product says neither what an infinity that has seemingly faded leaves behind nor, once it has
       // overflowed, what becomes of a small state: such blocks walk all that comes before them, and write none of it.
-      if (!__syncthreads_and(is_finite(state))) start = 0, state = given;
+      if (!__syncthreads_and(is_finite(entering))) start = 0, entering = given;
     }
-    State product(1);
+    const auto enter = [&]() -> State {
+      if (!chain || segment == 0) return entering;
+      if (threadIdx.x == 0) {
+        while (fresh(done) < segment) {}
+        __threadfence();
+      }
+      __syncthreads();
+      return owner ? fresh(to + at) : State(0);
+    };
+    State product(1), state;
     bool cut = false;
-    walk<true>(pass, shared, start, work.begin, work.end, product, state, cut);
-    if (owner && work.end == p.length) to[work.b * p.channels + channel] = state;
-    pass.end_segment(shared, (work.b * p.segments + work.segment) * p.channels + channel, owner);
+    walk<true>(pass, shared, start, begin, end, enter, product, state, cut);
+    if (owner && (chain || end == p.length)) to[at] = state;
+    if (chain) {
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) *static_cast<volatile int*>(done) = (int)segment + 1;
+    }
+    pass.end_segment(shared, (b * p.segments + segment) * p.channels + channel, owner);
   }
 }
 
@@ -383,46 +586,46 @@ HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, cons
 #define HFR_DESCRIBE                                                                                                       \
   __shared__ Shared shared;                                                                                                \
   const Problem p = {HFR_SCAN_ARGUMENTS, times, times_b, times_l};                                                         \
-  HFR_INPUTS                                                                                                               \
-  const Index d = (Index)blockIdx.x * kChannels + threadIdx.x % kRow * kWidth;
-#define HFR_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+  HFR_INPUTS
+#define HFR_KERNEL(blocks) extern "C" __global__ void __launch_bounds__(kThreads, blocks)
 
-HFR_KERNEL scan_forward_segments(HFR_PROBLEM) {
+HFR_KERNEL(HFR_BLOCKS) scan_forward_segments(HFR_PROBLEM) {
   HFR_DESCRIBE
-  Forward pass = {p, inputs, nullptr, nullptr, 0, d};
+  Forward pass(p, inputs, nullptr, nullptr);
   summarise_segments(p, shared, pass);
 }
 
 // initial: (batch, channels), or null for zero; final: the same shape, and the same memory if time is in one segment. Of a
-// cell that gives its state, y is null; of another, h may be, where there is to be no backward.
-HFR_KERNEL scan_forward(HFR_PROBLEM, Saved* h, T* y, const State* initial, State* final) {
+// cell that gives its state, y is null; of another, h may be, where there is to be no backward. chain: null, or that of
+// scan_segments.
+HFR_KERNEL(HFR_BLOCKS) scan_forward(HFR_PROBLEM, int* chain, Index columns, Saved* h, T* y, const State* initial, State* final) {
   HFR_DESCRIBE
-  Forward pass = {p, inputs, h, y, 0, d};
-  scan_segments(p, shared, pass, initial, final);
+  Forward pass(p, inputs, h, y);
+  scan_segments(p, shared, pass, initial, final, chain, columns);
 }
 
-HFR_KERNEL scan_backward_segments(HFR_PROBLEM, HFR_INPUT(grad_y)) {
+HFR_KERNEL(HFR_BLOCKS_BACK) scan_backward_segments(HFR_PROBLEM, HFR_INPUT(grad_y)) {
   HFR_DESCRIBE
   const View<T> grad = HFR_VIEW(grad_y);
   T* const grads[kMaxInputs] = {};
-  Backward pass = {p, inputs, grad, nullptr, nullptr, grads, nullptr, nullptr, 0, d};
+  Backward pass(p, inputs, grad, nullptr, nullptr, grads, nullptr, nullptr);
   summarise_segments(p, shared, pass);
 }
 
 // totals: null, or takes the gradient of x0 summed over time, (batch, segments, channels), instead of grad0. grad_times: of a
 // timed cell, (blocks of channels, batch, length).
-HFR_KERNEL scan_backward(HFR_PROBLEM, HFR_INPUT(grad_y), const Saved* h, const State* initial, const State* grad_final,
-                         State* grad_initial, State* totals, T* grad0, T* grad1, T* grad2, T* grad3, T* grad4,
-                         Real* grad_times) {
+HFR_KERNEL(HFR_BLOCKS_BACK) scan_backward(HFR_PROBLEM, int* chain, Index columns, HFR_INPUT(grad_y), const Saved* h, const State* initial,
+                         const State* grad_final, State* grad_initial, State* totals, T* grad0, T* grad1, T* grad2, T* grad3,
+                         T* grad4, Real* grad_times) {
   HFR_DESCRIBE
   const View<T> grad = HFR_VIEW(grad_y);
   T* const grads[kMaxInputs] = {grad0, grad1, grad2, grad3, grad4};
-  Backward pass = {p, inputs, grad, h, initial, grads, totals, grad_times, 0, d};
-  scan_segments(p, shared, pass, grad_final, grad_initial);
+  Backward pass(p, inputs, grad, h, initial, grads, totals, grad_times);
+  scan_segments(p, shared, pass, grad_final, grad_initial, chain, columns);
 }
 
 // One position for a batch, each thread a channel. The state may be updated in place: initial and final are one.
-HFR_KERNEL scan_step(HFR_PROBLEM, Saved* h, T* y, const State* initial, State* final) {
+HFR_KERNEL(1) scan_step(HFR_PROBLEM, Saved* h, T* y, const State* initial, State* final) {
   HFR_INPUTS
   const Index i = (Index)blockIdx.x * kThreads + threadIdx.x;
   if (i >= batch * channels) return;
