@@ -371,9 +371,9 @@ def measure_peers(b: Bench) -> None:
             sets = _sets(functools.partial(_pair(b), shape, dtype))
             with torch.no_grad():
                 ours = seconds_of(_forward(linear_scan, sets), b.device)
-            for name, (layout, scan) in gpu_peers.scans().items():
+            for name, (layout, make) in gpu_peers.scans().items():
                 what = f"{name} {shape} {_name(dtype)}"
-                b.attempt(what, lambda a=(name, layout, scan), s=sets, o=ours: _measure_peer(b, *a, s, o))
+                b.attempt(what, lambda a=(name, layout, make), s=sets, o=ours: _measure_peer(b, *a, s, o))
     for size in () if b.tiny else (8, 64):
         shape = 8, 2048, 1536 // size, size
         for dtype in (FLOAT, HALF):
@@ -402,7 +402,8 @@ def _captured_or_eager(calls: list[Callable], device: torch.device) -> float:
         return eager_seconds_of(calls[0], device)
 
 
-def _measure_peer(b: Bench, name: str, layout: str, scan: Callable, sets, ours: float) -> None:
+def _measure_peer(b: Bench, name: str, layout: str, make: Callable, sets, ours: float) -> None:
+    scan = make()
     shape, dtype = list(sets[0][1].shape), _name(sets[0][1].dtype)
     if layout == "logs":
         sets = [(a.log(), x) for a, x in sets]

@@ -1,5 +1,6 @@
 """Other people's GPU scans, each behind one call of the same form; one that is absent is said, not failed."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -19,28 +20,47 @@ def _combine(first, second):
     return next_a * a, next_a * h + next_h
 
 
-def scans() -> dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
-    """name -> (layout, function) of the scans h_t = a_t h_{t-1} + b_t that are installed.
+def _chunk_hgrn() -> Callable:
+    from fla.ops.hgrn import chunk_hgrn
+
+    return lambda g, b: chunk_hgrn(b, g)[0]
+
+
+def _fused_recurrent_hgrn() -> Callable:
+    from fla.ops.hgrn import fused_recurrent_hgrn
+
+    return lambda g, b: fused_recurrent_hgrn(b, g)[0]
+
+
+def _warp_scan() -> Callable:
+    from accelerated_scan.warp import scan
+
+    return scan
+
+
+@functools.cache
+def _associative_scan() -> Callable:
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    return torch.compile(
+        lambda a, b: associative_scan(_combine, (a, b), dim=1, combine_mode="pointwise")[1], dynamic=False
+    )
+
+
+def scans() -> dict[str, tuple[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]]]:
+    """name -> (layout, what makes the function) of the scans h_t = a_t h_{t-1} + b_t that are installed. Making one may
+    take a minute, in which a package compiles its extension.
 
     Layout "time": (a, b), (B, L, D). "logs": (log a, b). "channels": (a, b), (B, D, L), L a power of two.
     """
     found: dict[str, tuple[str, Callable]] = {}
     if version_of("flash-linear-attention"):
-        from fla.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
-
-        found["fla chunk_hgrn"] = ("logs", lambda g, b: chunk_hgrn(b, g)[0])
-        found["fla fused_recurrent_hgrn"] = ("logs", lambda g, b: fused_recurrent_hgrn(b, g)[0])
+        found["fla chunk_hgrn"] = ("logs", _chunk_hgrn)
+        found["fla fused_recurrent_hgrn"] = ("logs", _fused_recurrent_hgrn)
     if version_of("accelerated-scan"):
-        from accelerated_scan.warp import scan
-
-        found["accelerated-scan warp"] = ("channels", scan)
+        found["accelerated-scan warp"] = ("channels", _warp_scan)
     if version_of("triton") and torch.cuda.is_available():
-        from torch._higher_order_ops.associative_scan import associative_scan
-
-        compiled = torch.compile(
-            lambda a, b: associative_scan(_combine, (a, b), dim=1, combine_mode="pointwise")[1], dynamic=False
-        )
-        found["torch associative_scan, compiled"] = ("time", compiled)
+        found["torch associative_scan, compiled"] = ("time", _associative_scan)
     return found
 
 

@@ -36,11 +36,18 @@ def _goals(results: list[dict]) -> list[list[str]]:
     def full(name):  # the goal is for as many channels as fill the GPU
         return lambda row: row["direction"] == name and row["shape"][0] * row["shape"][2] >= 8192
 
+    def fused(dtype):
+        return lambda row: row["dtype"] == dtype and not row["name"].startswith("linear")
+
     goals = [
         ("linear_scan forward, of the copy's speed", min, values("scan", "of_copy", full("forward")), "≥ 0.88"),
         ("linear_scan forward, time over torch.add's", max, values("scan", "of_add", full("forward")), "≤ 1.05"),
         ("linear_scan backward, of the copy's speed", min, values("scan", "of_copy", full("backward")), "≥ 0.85"),
-        ("fused cells, of the copy's speed", min, values("cells", "of_copy"), "≥ 0.8"),
+        ("fused cells in float32, of the copy's speed", min, values("cells", "of_copy", fused("float32")), "≥ 0.8"),
+        ("fused cells in bfloat16", min, values("cells", "of_copy", fused("bfloat16")), "≥ 0.8"),
+        ("S5, constant", min, values("cells", "of_copy", lambda row: row["name"] == "linear, complex and constant"),
+         "≥ 0.8"),
+        ("S5, irregular times", min, values("cells", "of_copy", lambda row: row["name"].startswith("s5")), "≥ 0.8"),
         ("(1, 1M, 1024) forward, of the copy's speed", min,
          values("long", "of_copy", lambda row: (row["shape"], row["direction"]) == ([1, 2**20, 1024], "forward")
                 and row["name"] == "linear"),
@@ -150,5 +157,5 @@ def draw(document: dict, path: str) -> None:
         axis.margins(x=0.12)
     about = document["machine"]
     figure.suptitle(f"{about['gpu']}, torch {about['packages']['torch']}, {about['date'][:10]}")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
