@@ -16,12 +16,17 @@ from hf_recurrent.scan import backend_report, linear_scan, mingru_scan
 from hf_recurrent.scan.ops import choose_backend
 
 sys.path.append(str(Path(__file__).parent / "modeling"))
-from conftest import config  # noqa: F401  (a fixture)
 from families import causal_lm, each_family
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 FORWARD = {"rtol": 1e-3, "atol": 1e-4}  # logits of float32 models beside float64's
+
+
+@pytest.fixture
+def config(request):
+    config_class, options = request.param
+    return config_class(**options)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +53,7 @@ def test_the_kernels_are_what_runs():
 
 
 @each_family
-def test_a_model_says_what_it_says_on_a_cpu(config):  # noqa: F811
+def test_a_model_says_what_it_says_on_a_cpu(config):
     exact = causal_lm(config)
     model = copy.deepcopy(exact).to("cuda", torch.float32)
     ids = torch.randint(config.vocab_size, (3, 33))
@@ -68,7 +73,7 @@ def test_a_model_says_what_it_says_on_a_cpu(config):  # noqa: F811
 
 
 @each_family
-def test_generate(config):  # noqa: F811
+def test_generate(config):
     exact = causal_lm(config)
     model = copy.deepcopy(exact).to("cuda", torch.float32)
     ids = torch.randint(config.vocab_size, (2, 9))
@@ -77,7 +82,7 @@ def test_generate(config):  # noqa: F811
 
 
 @each_family
-def test_one_token_in_a_graph(config):  # noqa: F811
+def test_one_token_in_a_graph(config):
     """Captured once and replayed on other tokens: the state is at the same address, and nothing is read on the host."""
     exact = causal_lm(config)
     model = copy.deepcopy(exact).to("cuda", torch.float32)
@@ -104,7 +109,7 @@ def test_one_token_in_a_graph(config):  # noqa: F811
 
 
 @each_family
-def test_compiled(config):  # noqa: F811
+def test_compiled(config):
     exact = causal_lm(config)
     model = torch.compile(copy.deepcopy(exact).to("cuda", torch.float32), fullgraph=True)
     ids = torch.randint(config.vocab_size, (2, 21))

@@ -66,8 +66,8 @@ def check_scan(name, dtype, narrow, architecture, row=None):
     ahead, back = cuda._tunings(cell, dtype, width)
     for kernel, tuning in (("scan_forward", ahead), ("scan_backward", back)):
         assert registers[kernel] * cuda.THREADS * tuning.blocks <= 65536  # the registers of a multiprocessor
-    if width > 1:  # a segment's final state, sums over its positions, and those over channels are written one by one
-        parts, sums = 2 if cell.state_dtype(dtype).is_complex else 1, 2 * cell.timed
+    if width > 1:  # one by one: a segment's final state, sums over its positions, and over channels, on both ways
+        parts, sums = 2 if cell.state_dtype(dtype).is_complex else 1, 2 * back.steps * cell.timed
         for kernel, most in (("scan_forward", parts), ("scan_backward", 2 * parts + sums)):
             one_by_one = re.findall(r"\bst\.global\.(?!v\d)[.\w]+", ptx[kernel])
             assert len(one_by_one) <= most, f"{kernel}: {one_by_one}"
