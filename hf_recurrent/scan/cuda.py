@@ -129,17 +129,20 @@ def width_for(shape: torch.Size, tensors: list[Tensor], rows: list[Tensor]) -> i
     return width
 
 
-def row_for(cell: str, shape: torch.Size, width: int, at_once: int, device: torch.device) -> int:
+@functools.lru_cache(maxsize=4096)
+def row_for(cell: str, shape: torch.Size, width: int, at_once: int, multiprocessors: int) -> int:
     """Threads side by side in a block whose accesses are wide: the more, the fewer threads pass a state on one after
     the other; but the blocks are the fewer, and have to keep every multiprocessor busy."""
     batch, length, channels = shape
+    if length == 1:  # a thread for each channel, and the same kernels for all
+        return ROWS[1]
     enough = 0.7 if _is_bound_by_memory(BY_NAME[cell]) else 1
 
     def used(row: int) -> float:
         """Of the GPU's time and of the threads, and half of that where the inputs are read twice."""
         columns = -(-channels // (width * row))
         blocks = batch * columns
-        segments, _ = cuda_kernels.segments_of(length, blocks, device)
+        segments = cuda_kernels.segments_wanted(length, blocks, multiprocessors)
         links = cuda_kernels.links_of(length, blocks, at_once)
         share = min(cuda_kernels.share(blocks * max(segments, links), at_once), enough)
         return share * channels / (columns * width * row) / (2 if segments > 1 else 1)
@@ -152,8 +155,9 @@ def division(
     cell: str, shape: torch.Size, dtype: torch.dtype, width: int, backward: bool, device: torch.device
 ) -> tuple[Module, int, int]:
     """The kernels, the blocks of channels, and the blocks that run at once."""
-    at_once = cuda_kernels.multiprocessors(device) * _tunings(BY_NAME[cell], dtype, width)[backward].blocks
-    row = row_for(cell, shape, width, at_once, device) if width > 1 else ROW_OF_SINGLES
+    multiprocessors = cuda_kernels.multiprocessors(device)
+    at_once = multiprocessors * _tunings(BY_NAME[cell], dtype, width)[backward].blocks
+    row = row_for(cell, shape, width, at_once, multiprocessors) if width > 1 else ROW_OF_SINGLES
     return module_for(cell, dtype, width, row), -(-shape[2] // (width * row)), at_once
 
 

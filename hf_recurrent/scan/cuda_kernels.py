@@ -189,11 +189,13 @@ def multiprocessors(device: torch.device) -> int:
 def segments_of(length: int, blocks: int, device: torch.device) -> tuple[int, int]:
     """The segments of time, and positions in each: more than one where `blocks` would leave more than half of the
     multiprocessors without work (csrc/device.h says why half), and then two blocks for each."""
-    wanted = 1
-    if 2 * blocks < multiprocessors(device):
-        wanted = max(1, min(2 * multiprocessors(device) // blocks, length // (4 * TILE)))
-    size = _size(length, wanted)
+    size = _size(length, segments_wanted(length, blocks, multiprocessors(device)))
     return -(-length // size), size
+
+
+def segments_wanted(length: int, blocks: int, multiprocessors: int) -> int:
+    """About as many as there are."""
+    return max(1, min(2 * multiprocessors // blocks, length // (4 * TILE))) if 2 * blocks < multiprocessors else 1
 
 
 def _size(length: int, segments: int) -> int:

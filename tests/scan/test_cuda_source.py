@@ -172,7 +172,7 @@ def test_a_state_updated_in_place_passes_from_block_to_block(host):
         ("linear", (8, 4096, 1536), 32),  # 96, which keep memory busy
         ("minlstm_positive", (8, 4096, 1536), 16),  # 192, in links
         ("linear", (16, 2048, 2048), 32),
-        ("linear", (8, 1, 1024), 16),
+        ("linear", (512, 1, 1024), 16),  # one position
         ("linear", (1, 2**20, 1024), 32),  # time is split in any case
         ("linear", (1, 2**20, 64), 16),  # all there is
         ("linear", (1, 2**20, 40), 16),
@@ -180,9 +180,8 @@ def test_a_state_updated_in_place_passes_from_block_to_block(host):
     ],
     ids=str,
 )
-def test_how_many_threads_are_side_by_side(monkeypatch, cell, shape, row):
-    monkeypatch.setattr(cuda_kernels, "multiprocessors", lambda device: 132)
-    assert cuda.row_for(cell, shape, 4, 132, torch.device("cuda", 0)) == row
+def test_how_many_threads_are_side_by_side(cell, shape, row):
+    assert cuda.row_for(cell, shape, 4, 132, 132) == row
 
 
 @pytest.mark.parametrize(

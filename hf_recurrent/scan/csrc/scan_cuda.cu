@@ -77,6 +77,7 @@ struct alignas(16) Shared {
 };
 
 constexpr bool kKeeps = !Cell::first_may_be_constant || Cell::timed;  // coefficients, that are more than the inputs themselves
+
 // What a thread holds of a position: its channels' inputs, and what all channels have in common.
 template <int inputs>
 struct Inputs {
