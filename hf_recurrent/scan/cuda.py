@@ -69,6 +69,7 @@ def _is_bound_by_memory(cell: Cell) -> bool:
     return cell.name in ("linear", "mingru_vanilla")
 
 
+@functools.cache
 def module_for(cell: str, dtype: torch.dtype, width: int, row: int | None = None) -> Module:
     """The kernels of one cell and dtype; `width` is 1 or WIDTHS' own, `row` the threads side by side in a block."""
     storage, (ahead, back) = TYPES[dtype], _tunings(BY_NAME[cell], dtype, width)
@@ -245,7 +246,7 @@ def backward(
     inputs, grad_y = [aligned(x) for x in inputs], aligned(grad_y)
     initial, grad_final = (None if x is None else aligned(x.contiguous()) for x in (initial_state, grad_final))
     scan = _scan(cell, grad_y.shape, inputs, [grad_y], [h], flags, reverse, True)
-    if scan.segments > 1 and scan.chain is None:
+    if scan.in_two_passes:
         scan.run("scan_backward_segments", *describe(grad_y))
     if sum_first:
         grads[0] = grads[0].new_empty(grad_y.shape[0], scan.segments, grad_y.shape[2])

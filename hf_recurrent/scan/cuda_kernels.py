@@ -273,9 +273,10 @@ class Scan:
             self.segments, size = links, _size(length, links)
             self.grid = at_once, 1
             self.chain = torch.zeros(1 + blocks * batch, dtype=torch.int32, device=device)
+        self.in_two_passes = self.segments > 1 and self.chain is None
         # What each segment makes of a state or, in backward, of its gradient. Held until the kernels are launched; the
         # memory is then reused in the order of the stream.
-        rows = self.segments if self.segments > 1 and self.chain is None else 0
+        rows = self.segments if self.in_two_passes else 0
         self.summaries = torch.empty(2, rows, batch, *state, dtype=state_dtype, device=device)
         self.cuts = torch.empty(rows, batch, dtype=torch.uint8, device=device)
         summaries = (pointer(x) for x in (*self.summaries, self.cuts))
@@ -286,7 +287,7 @@ class Scan:
 
     def run_forward(self, entry: str, initial: Tensor | None, final: Tensor | None, *arguments: int) -> None:
         """`entry`, which takes `arguments`, the initial and the final state; before it, its summaries of segments."""
-        if self.segments > 1 and self.chain is None:
+        if self.in_two_passes:
             self.run(f"{entry}_segments")
             if initial is not None and final is not None and initial.data_ptr() == final.data_ptr():
                 initial = initial.clone()  # which blocks that are still to come must read

@@ -125,7 +125,7 @@ def backward(
     one_row = q.shape[2], d.slices, d.per, d.of_head  # of checkpoints
     checkpoints = a.new_empty(q.shape[0], -(-q.shape[1] // (d.steps * d.tiles)), *one_row)
     scan.run_forward("gateloop_heads_forward", initial, None, pointer(None), pointer(checkpoints))
-    if scan.segments > 1:
+    if scan.in_two_passes:
         scan.run("gateloop_heads_backward_segments", *describe(grad_y))
     # Each block sums over its own columns; the slices are summed below, in the same order at every run.
     grad_q, grad_k, grad_v, grad_a = grads

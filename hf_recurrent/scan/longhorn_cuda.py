@@ -28,9 +28,9 @@ def _division(states: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
 def _along(x: Tensor, reverse: bool) -> list[int]:
     """A tensor's address and strides in the order in which the state passes its positions."""
     address, batch, length, channels = describe(x)
-    return (
-        [address + (x.shape[1] - 1) * length * x.element_size(), batch, -length, channels] if reverse else describe(x)
-    )
+    if reverse:
+        address, length = address + (x.shape[1] - 1) * length * x.element_size(), -length
+    return [address, batch, length, channels]
 
 
 def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, flags: Tensor | None, reverse: bool) -> Scan:
@@ -88,7 +88,7 @@ def backward(
     # Each block sums over its own channels; the blocks are summed below, in the same order at every run.
     grad_k, grad_q = grad_final.new_empty(2, batch, scan.grid[0], length, states)
     grad_initial = torch.empty_like(grad_final)
-    if scan.segments > 1:
+    if scan.in_two_passes:
         scan.run("longhorn_backward_segments", *_along(grad_o, reverse))
     scan.run(
         "longhorn_backward",

@@ -458,7 +458,7 @@ HFR_DEVICE void walk(Pass& pass, Shared& shared, Index from, Index begin, Index 
     const typename Pass::Raw now = next;
     pass.fetch(next, flow + kTile, end, kTile);
     bool plain = now.plain && flow >= begin && gates_within(now.x);
-    if constexpr (Cell::timed) plain = __all_sync(0xffffffffu, plain);  // its sums over a warp's threads are formed by all
+    if constexpr (Cell::timed) plain = __all_sync(0xffffffffu, plain);  // sums over a warp's threads are formed by all
     States products, sums;
     bool cut_here = false;
 #pragma unroll
@@ -542,7 +542,8 @@ HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, cons
       if (item >= p.batch * p.segments) return;
       b = item / p.segments, segment = item % p.segments;
     }
-    const Index begin = segment * p.segment_length, end = begin + p.segment_length < p.length ? begin + p.segment_length : p.length;
+    const Index begin = segment * p.segment_length;
+    const Index end = begin + p.segment_length < p.length ? begin + p.segment_length : p.length;
     const Index channel = column * kChannels + threadIdx.x, at = b * p.channels + channel;
     const bool owner = threadIdx.x < kChannels && channel < p.channels;
     int* const done = chain + 1 + b * columns + column;
@@ -603,10 +604,10 @@ HFR_KERNEL(HFR_BLOCKS) scan_forward_segments(HFR_PROBLEM) {
   summarise_segments(p, shared, pass);
 }
 
-// initial: (batch, channels), or null for zero; final: the same shape, and the same memory if time is in one segment. Of a
-// cell that gives its state, y is null; of another, h may be, where there is to be no backward. chain: null, or that of
-// scan_segments.
-HFR_KERNEL(HFR_BLOCKS) scan_forward(HFR_PROBLEM, int* chain, Index columns, Saved* h, T* y, const State* initial, State* final) {
+// initial, final, chain and columns are those of scan_segments. Of a cell that gives its state, y is null; of another, h may be,
+// where there is to be no backward.
+HFR_KERNEL(HFR_BLOCKS)
+scan_forward(HFR_PROBLEM, int* chain, Index columns, Saved* h, T* y, const State* initial, State* final) {
   HFR_DESCRIBE
   Forward pass(p, inputs, h, y);
   scan_segments(p, shared, pass, initial, final, chain, columns);
@@ -622,9 +623,10 @@ HFR_KERNEL(HFR_BLOCKS_BACK) scan_backward_segments(HFR_PROBLEM, HFR_INPUT(grad_y
 
 // totals: null, or takes the gradient of x0 summed over time, (batch, segments, channels), instead of grad0. grad_times: of a
 // timed cell, (blocks of channels, batch, length).
-HFR_KERNEL(HFR_BLOCKS_BACK) scan_backward(HFR_PROBLEM, int* chain, Index columns, HFR_INPUT(grad_y), const Saved* h, const State* initial,
-                         const State* grad_final, State* grad_initial, State* totals, T* grad0, T* grad1, T* grad2, T* grad3,
-                         T* grad4, Real* grad_times) {
+HFR_KERNEL(HFR_BLOCKS_BACK)
+scan_backward(HFR_PROBLEM, int* chain, Index columns, HFR_INPUT(grad_y), const Saved* h, const State* initial,
+              const State* grad_final, State* grad_initial, State* totals, T* grad0, T* grad1, T* grad2, T* grad3, T* grad4,
+              Real* grad_times) {
   HFR_DESCRIBE
   const View<T> grad = HFR_VIEW(grad_y);
   T* const grads[kMaxInputs] = {grad0, grad1, grad2, grad3, grad4};

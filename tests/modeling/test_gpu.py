@@ -4,35 +4,24 @@ Every kernel on many shapes is benchmarks/gpu_check.py's; these tests are of wha
 """
 
 import copy
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from families import causal_lm, each_family
 
 from hf_recurrent import StaticRecurrentCache
 from hf_recurrent.scan import backend_report, linear_scan, mingru_scan
 from hf_recurrent.scan.ops import choose_backend
-
-sys.path.append(str(Path(__file__).parent / "modeling"))
-from families import causal_lm, each_family
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 FORWARD = {"rtol": 1e-3, "atol": 1e-4}  # logits of float32 models beside float64's
 
 
-@pytest.fixture
-def config(request):
-    config_class, options = request.param
-    return config_class(**options)
-
-
 @pytest.fixture(autouse=True)
 def full_precision():
     """Matrix products in float32, not in TF32."""
-    torch.manual_seed(0)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
