@@ -86,11 +86,13 @@ static T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   return value;
 }
 
-static bool __all_sync(unsigned mask, bool mine) {
-  double all = mine;
-  for (int lanes = 1; lanes < shim::kWarp; lanes *= 2) all *= __shfl_xor_sync(mask, all, lanes);
-  return all != 0;
+static unsigned __ballot_sync(unsigned mask, int mine) {
+  double bits = mine ? 1u << shim::current % shim::kWarp : 0;
+  for (int lanes = 1; lanes < shim::kWarp; lanes *= 2) bits += __shfl_xor_sync(mask, bits, lanes);
+  return (unsigned)bits;
 }
+
+static bool __all_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine) == 0xffffffffu; }
 
 namespace shim {
 

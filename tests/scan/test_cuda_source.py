@@ -133,6 +133,25 @@ def test_bodies_against_the_oracle(host, cell, dtype):
             compare(scan, inputs, state, backend="cpu", mask=mask, reset=reset, reverse=reverse)
 
 
+@pytest.mark.parametrize("channels, row", [(128, 32), (64, 16), (96, 8)], ids=str)
+def test_few_flags(host, channels, row):
+    """Most threads' positions have none, and go the way without choices; a thread holds one or two flags of a tile."""
+    length = 700
+    assert cuda.row_for("linear", (2, length, channels), 4, 1, 1) == row
+    mask, reset = torch.ones(2, length, dtype=torch.bool), torch.zeros(2, length, dtype=torch.bool)
+    mask[0, 300:333] = mask[1, 690:] = mask[1, 15] = False
+    reset[0, [16, 255, 310, 511]] = reset[1, [0, 699]] = True
+    for scan, dtype in ((linear, torch.bfloat16), (mingru_positive, torch.float32)):
+        inputs = 0.99 * coefficients(2, length, channels, dtype=dtype), random(2, length, channels, dtype=dtype)
+        state = random(2, channels, dtype=torch.float32)
+        for reverse in (False, True):
+            compare(scan, inputs, state, backend="cpu", mask=mask, reset=reset, reverse=reverse)
+    # A position without flags is computed as it is where there are none at all.
+    no = torch.zeros(2, length, dtype=torch.bool)
+    for x, y in zip(*(linear_scan(*inputs, state, reset=r, backend="cpu") for r in (None, no)), strict=True):
+        assert torch.equal(x, y)
+
+
 def test_states_that_pass_from_block_to_block(host):
     """More rows of channels than blocks at once, and not a multiple of them: time in links, each byte read once."""
     host.multiprocessors = 2

@@ -56,6 +56,7 @@ constexpr int kWidth = HFR_WIDTH;
 constexpr int kThreads = 256;
 constexpr int kRow = HFR_ROW;              // threads side by side along the channels
 constexpr int kParts = kThreads / kRow;    // threads one after the other in time
+constexpr unsigned kSideBySide = 0xffffffffu >> (kWarp - kRow);
 constexpr int kChannels = kRow * kWidth;
 constexpr int kInputs = Cell::inputs;
 constexpr int kNumbers = kInputs + Cell::timed;
@@ -154,18 +155,54 @@ struct Reader {
   }
 };
 
+// The flags of a thread's positions, a bit for each.
+struct Marks {
+  unsigned dropped, masked;
+
+  HFR_DEVICE bool drop(int i) const { return dropped >> i & 1; }
+  HFR_DEVICE bool mask(int i) const { return masked >> i & 1; }
+};
+
+// The threads side by side have the same positions: each holds the flags of every kRow-th of them, until they are used and
+// all of a warp say what they have. Whoever looked at his own would wait for as many loads as he has positions.
+template <int steps>
+struct HeldFlags {
+  static constexpr int kHeld = (steps + kRow - 1) / kRow;
+  unsigned char held[kHeld];
+
+  // `from`: position `flow` of the flags, `step` from the next one.
+  HFR_DEVICE void fetch(const unsigned char* from, Index step, Index flow, Index end) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int i = k * kRow + threadIdx.x % kRow;
+      held[k] = i < steps && flow + i < end ? from[i * step] : 0;
+    }
+  }
+
+  HFR_DEVICE Marks marks() const {
+    const int first = threadIdx.x % kWarp / kRow * kRow;
+    Marks found = {0, 0};
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const unsigned dropped = __ballot_sync(0xffffffffu, held[k] & kDrop) >> first;
+      const unsigned masked = __ballot_sync(0xffffffffu, held[k] & kMasked) >> first;
+      found.dropped |= (dropped & kSideBySide) << k * kRow, found.masked |= (masked & kSideBySide) << k * kRow;
+    }
+    return found;
+  }
+};
+
 // ---- one thread's positions of a tile --------------------------------------------------------------------------------
 
-// Where there are no flags, all of a thread's positions lie within the sequence and its gates are no larger than kWithin, there
+// Where all of a thread's positions lie within the sequence and have no flags, and its gates are no larger than kWithin, there
 // is nothing to choose: nearly all are `plain`, and the choices would take several times the instructions of the recurrence.
-// Otherwise the two bits of each position's flags stand side by side in `flags`.
 struct Forward {
   static constexpr int kSteps = HFR_STEPS;
 
   struct Raw {
     Inputs<kInputs> x[kSteps];
-    unsigned flags;
-    bool plain;
+    HeldFlags<kSteps> flags;
+    bool whole;
   };
 
   const Problem& p;
@@ -195,9 +232,8 @@ struct Forward {
 
   // The next tile's, of which this thread's positions begin at `flow`.
   HFR_DEVICE void fetch(Raw& raw, Index flow, Index end, int tile) {
-    raw.plain = d < p.channels && flow + kSteps <= end && !p.flags;
-    raw.flags = 0;
-    if (raw.plain) {
+    raw.whole = d < p.channels && flow + kSteps <= end;
+    if (raw.whole) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) reader.fetch(raw.x[i]);
     } else {
@@ -205,14 +241,13 @@ struct Forward {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         if (d < p.channels && flow + i < end) {
-          if (p.flags) raw.flags |= p.flags[b * p.length + position(flow + i)] << 2 * i;
           reader.fetch(raw.x[i]);
         } else {
-          raw.flags |= kMasked << 2 * i;
           reader.skip(1);
         }
       }
     }
+    if (p.flags) raw.flags.fetch(p.flags + b * p.length + position(flow), p.reverse ? -1 : 1, flow, end);
     reader.skip(tile - kSteps);
   }
 
@@ -226,17 +261,17 @@ struct Forward {
   }
 
   template <bool plain>
-  HFR_DEVICE void summarise(const Raw& raw, States& product, States& sum, bool& cut) {
+  HFR_DEVICE void summarise(const Raw& raw, const Marks& marks, States& product, States& sum, bool& cut) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      if (!plain && raw.flags >> 2 * i & kDrop) {
+      if (!plain && marks.drop(i)) {
         cut = true;
         for (int j = 0; j < kWidth; ++j) sum.v[j] = State(0);
       }
       const int at = coefficients<plain>(raw, i);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        if (!plain && raw.flags >> 2 * i & kMasked) continue;
+        if (!plain && marks.mask(i)) continue;
         product.v[j] = a[at][j] * product.v[j];
         sum.v[j] = a[at][j] * sum.v[j] + c[at][j];
       }
@@ -244,7 +279,7 @@ struct Forward {
   }
 
   template <bool plain>
-  HFR_DEVICE void run(const Raw& raw, States state, Index flow, Index begin, Index end) {
+  HFR_DEVICE void run(const Raw& raw, const Marks& marks, States state, Index flow, Index begin, Index end) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       if (!plain && (d >= p.channels || flow + i >= end)) continue;
@@ -252,8 +287,8 @@ struct Forward {
       const int at = kKeeps ? i : coefficients<plain>(raw, i);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        if (!plain && raw.flags >> 2 * i & kDrop) state.v[j] = State(0);
-        if (plain || !(raw.flags >> 2 * i & kMasked)) state.v[j] = a[at][j] * state.v[j] + c[at][j];
+        if (!plain && marks.drop(i)) state.v[j] = State(0);
+        if (plain || !marks.mask(i)) state.v[j] = a[at][j] * state.v[j] + c[at][j];
         if constexpr (Cell::reads) given[j] = Cell::read(Values(raw.x[i], j).x, state.v[j]);
       }
       if (!plain && flow + i < begin) continue;
@@ -276,8 +311,8 @@ struct Backward {
     Inputs<kRead> x[kSteps];
     Numbers grad[kSteps];
     SavedNumbers before[kSteps];  // h of the position before
-    unsigned flags;
-    bool plain;
+    HeldFlags<kSteps> flags;
+    bool whole;
   };
 
   const Problem& p;
@@ -329,9 +364,8 @@ struct Backward {
   }
 
   HFR_DEVICE void fetch(Raw& raw, Index flow, Index end, int tile) {
-    raw.plain = d < p.channels && flow + kSteps <= end && flow + kSteps < p.length && !p.flags;
-    raw.flags = 0;
-    if (raw.plain) {
+    raw.whole = d < p.channels && flow + kSteps <= end && flow + kSteps < p.length;
+    if (raw.whole) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         reader.fetch(raw.x[i]);
@@ -344,24 +378,23 @@ struct Backward {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         if (d < p.channels && flow + i < end) {
-          if (p.flags) raw.flags |= p.flags[b * p.length + position(flow + i)] << 2 * i;
           reader.fetch(raw.x[i]);
           raw.grad[i].read(grad_at);
           if (h && flow + i + 1 < p.length) raw.before[i].read(h, before);
         } else {
-          raw.flags |= kMasked << 2 * i;
           reader.skip(1);
         }
         grad_at += grad_step, before += out_step;
       }
     }
+    if (p.flags) raw.flags.fetch(p.flags + b * p.length + position(flow), p.reverse ? 1 : -1, flow, end);
     reader.skip(tile - kSteps);
     grad_at += (tile - kSteps) * grad_step;
     before += (tile - kSteps) * out_step;
   }
 
   template <bool plain>
-  HFR_DEVICE void summarise(const Raw& raw, States& product, States& sum, bool& cut) {
+  HFR_DEVICE void summarise(const Raw& raw, const Marks& marks, States& product, States& sum, bool& cut) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       // Past the end of the sequence there is neither a gradient nor a flag but kMasked.
@@ -370,13 +403,13 @@ struct Backward {
         const Values values(raw.x[i], j);
         Value dx[kNumbers];
         sum.v[j] = sum.v[j] + Cell::read_back(values.x, State(0), raw.grad[i].get(j), dx);
-        if (!plain && raw.flags >> 2 * i & kMasked) continue;
+        if (!plain && marks.mask(i)) continue;
         State a, c;
         CellWhere<plain>::type::coefficients(values.x, a, c);
         product.v[j] = conj(a) * product.v[j];
         sum.v[j] = conj(a) * sum.v[j];
       }
-      if (!plain && raw.flags >> 2 * i & kDrop) {
+      if (!plain && marks.drop(i)) {
         cut = true;
         for (int j = 0; j < kWidth; ++j) sum.v[j] = State(0);
       }
@@ -384,11 +417,11 @@ struct Backward {
   }
 
   template <bool plain>
-  HFR_DEVICE void run(const Raw& raw, States carry, Index flow, Index begin, Index end) {
+  HFR_DEVICE void run(const Raw& raw, const Marks& marks, States carry, Index flow, Index begin, Index end) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       Real of_time(0);
-      if (plain || (d < p.channels && flow + i < end)) of_time = run_position<plain>(raw, i, carry, flow + i, begin);
+      if (plain || (d < p.channels && flow + i < end)) of_time = run_position<plain>(raw, marks, i, carry, flow + i, begin);
       if constexpr (Cell::timed) sum_of_time(of_time, flow + i, begin, end);
     }
   }
@@ -404,8 +437,8 @@ struct Backward {
 
   // The i-th of a tile, `at` in the flow. Returns these channels' part of the gradient of a timed cell's time.
   template <bool plain>
-  HFR_DEVICE Real run_position(const Raw& raw, int i, States& carry, Index at, Index begin) {
-    const bool drop = !plain && raw.flags >> 2 * i & kDrop, masked = !plain && raw.flags >> 2 * i & kMasked;
+  HFR_DEVICE Real run_position(const Raw& raw, const Marks& marks, int i, States& carry, Index at, Index begin) {
+    const bool drop = !plain && marks.drop(i), masked = !plain && marks.mask(i);
     typedef typename CellWhere<plain>::type Here;
     Value grad[kInputs][kWidth];
     Real of_time(0);
@@ -457,16 +490,19 @@ HFR_DEVICE void walk(Pass& pass, Shared& shared, Index from, Index begin, Index 
   for (Index tile = from; tile < end; tile += kTile, flow += kTile) {
     const typename Pass::Raw now = next;
     pass.fetch(next, flow + kTile, end, kTile);
-    bool plain = now.plain && flow >= begin && gates_within(now.x);
+    Marks marks = {0, 0};
+    if (pass.p.flags) marks = now.flags.marks();
+    if (flow + kSteps > end) marks.masked |= flow < end ? ~0u << (end - flow) : ~0u;  // past the end all is padding
+    bool plain = now.whole && !(marks.dropped | marks.masked) && flow >= begin && gates_within(now.x);
     if constexpr (Cell::timed) plain = __all_sync(0xffffffffu, plain);  // sums over a warp's threads are formed by all
     States products, sums;
     bool cut_here = false;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) products.v[j] = State(1), sums.v[j] = State(0);
     if (plain) {
-      pass.template summarise<true>(now, products, sums, cut_here);
+      pass.template summarise<true>(now, marks, products, sums, cut_here);
     } else {
-      pass.template summarise<false>(now, products, sums, cut_here);
+      pass.template summarise<false>(now, marks, products, sums, cut_here);
     }
     *reinterpret_cast<States*>(&shared.products[part][column * kWidth]) = products;
     *reinterpret_cast<States*>(&shared.sums[part][column * kWidth]) = sums;
@@ -486,9 +522,9 @@ HFR_DEVICE void walk(Pass& pass, Shared& shared, Index from, Index begin, Index 
     if (!writes) continue;
     const States entering = *reinterpret_cast<const States*>(&shared.entering[part][column * kWidth]);
     if (plain) {
-      pass.template run<true>(now, entering, flow, begin, end);
+      pass.template run<true>(now, marks, entering, flow, begin, end);
     } else {
-      pass.template run<false>(now, entering, flow, begin, end);
+      pass.template run<false>(now, marks, entering, flow, begin, end);
     }
     pass.skip(kTile);
   }
