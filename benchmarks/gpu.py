@@ -5,6 +5,7 @@ of captured CUDA graphs; every ratio to the copy is to the device-to-device copy
 """
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
@@ -60,9 +61,14 @@ class Bench:
     def __init__(self, device: torch.device, tiny: bool, minutes: float):
         self.device, self.tiny = device, tiny
         self.end = time.monotonic() + 60 * minutes
+        self.section = ""  # the one that is being measured
         self.results: list[dict] = []
-        self.not_measured = gpu_peers.absent()
+        self.not_measured: dict[str, dict[str, str]] = {}  # by section: what, and why
         self.copy_speed = 0.0  # bytes per second
+
+    def miss(self, what: str, reason: str) -> None:
+        """The first reason is the one that counts."""
+        self.not_measured.setdefault(self.section, {}).setdefault(what, reason)
 
     def add(self, section: str, name: str, seconds: float, moved: int = 0, **fields) -> dict:
         """`moved`: the bytes that must move, by which the fraction of the copy's speed is known."""
@@ -77,13 +83,13 @@ class Bench:
     def attempt(self, what: str, run: Callable[[], object]) -> None:
         """What fails is recorded under `what`, and does not stop the rest; so is what there is no time for."""
         if self.left() < 0:
-            self.not_measured[what] = "out of time"
+            self.miss(what, "out of time")
             return
         for step in (run, self._release):
             try:
                 step()
             except Exception as error:
-                self.not_measured.setdefault(what, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+                self.miss(what, f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
     def _release(self) -> None:
         """Fails where a kernel has spoilt the context, or a graph was left half captured."""
@@ -135,7 +141,7 @@ def measure_check(b: Bench) -> None:
 def measure_sanitizer(b: Bench) -> None:
     """compute-sanitizer's memcheck and racecheck on small shapes, in processes of their own, side by side."""
     if b.device.type != "cuda" or shutil.which("compute-sanitizer") is None:
-        b.not_measured["compute-sanitizer"] = "not installed" if b.device.type == "cuda" else "is for GPUs"
+        b.miss("compute-sanitizer", "not installed" if b.device.type == "cuda" else "is for GPUs")
         return
     limit = min(SANITIZER_LIMIT, max(b.left(), 1))
     end, started = time.monotonic() + limit, []
@@ -165,7 +171,7 @@ def measure_sanitizer(b: Bench) -> None:
         try:
             finish(*one)
         except Exception as error:  # recorded as by `attempt`, which runs nothing when time is up
-            b.not_measured[f"compute-sanitizer {one[0]}"] = f"{type(error).__name__}: {error}"
+            b.miss(f"compute-sanitizer {one[0]}", f"{type(error).__name__}: {error}")
 
 
 def _sets(make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
@@ -179,9 +185,10 @@ def _forward(scan: Callable, sets: list[tuple[Tensor, ...]]) -> list[Callable]:
     return [lambda x=x: scan(*x)[0] for x in sets]
 
 
-def _backward(cell: str, sets: list[tuple[Tensor, ...]], mask: Tensor | None, backend: str) -> list[Callable]:
+def _backward(cell: str, sets: list[tuple[Tensor, ...]], options: dict[str, Tensor], backend: str) -> list[Callable]:
     """The operator's backward alone, as autograd calls it."""
-    ops, calls, flags = torch.ops.hf_recurrent, [], step_flags(mask, None, False)
+    ops, calls = torch.ops.hf_recurrent, []
+    flags = step_flags(options.get("mask"), options.get("reset"), False)
     for x in sets:
         timed = BY_NAME[cell].timed  # whose second input has no channels
         inputs = [t if timed and i == 1 else t[(None,) * (3 - t.dim())] for i, t in enumerate(x)]
@@ -195,13 +202,21 @@ def _backward(cell: str, sets: list[tuple[Tensor, ...]], mask: Tensor | None, ba
     return calls
 
 
+def _flags(b: Bench, kind: str, shape) -> dict[str, Tensor]:
+    """The options of a scan that is "masked", every tenth position at random, or "packed": documents of 512 positions
+    on average."""
+    chosen = torch.rand(shape[:2], device=b.device)
+    return {"mask": chosen < 0.9} if kind == "masked" else {"reset": chosen < 1 / 512}
+
+
 def _measure_scan(
-    b: Bench, section: str, cell: str, scan: Callable, shape, dtype, make: Callable, masked: bool = False
+    b: Bench, section: str, cell: str, scan: Callable, shape, dtype, make: Callable, flagged: str | None = None
 ) -> None:
     """Forward, and backward alone; `make(shape, dtype)` gives one set of inputs. Beside forward: torch.add."""
-    mask = torch.rand(shape[:2], device=b.device) < 0.9 if masked else None
-    if masked:
-        cell, scan = f"{cell}, masked", functools.partial(scan, mask=mask)
+    options = {}
+    if flagged:
+        options = _flags(b, flagged, shape)
+        cell, scan = f"{cell}, {flagged}", functools.partial(scan, **options)
     fields = {"shape": list(shape), "dtype": _name(dtype)}
     sets = _sets(lambda: make(shape, dtype))
     read = sum(x.nbytes for x in sets[0])
@@ -218,7 +233,7 @@ def _measure_scan(
         name = cell.split(",")[0]
         unread = written if name == "linear" else 0
         kept = 2 if BY_NAME[name].has_complex_state else 1  # numbers of h for each one given
-        seconds = seconds_of(_backward(name, sets, mask, b.device.type), b.device)
+        seconds = seconds_of(_backward(name, sets, options, b.device.type), b.device)
         b.add(section, cell, seconds, 2 * read - unread + (1 + kept) * written, direction="backward", **fields)
 
 
@@ -246,7 +261,7 @@ def measure_long(b: Bench) -> None:
 
 def measure_cells(b: Bench) -> None:
     """What is fused with the recurrence, and the complex recurrences, with the constant coefficients of S5 too; and
-    what a mask costs."""
+    what a mask and documents packed into rows cost."""
 
     def real(count: int) -> Callable:
         return lambda shape, dtype: tuple(b.random(*shape, dtype=dtype) for _ in range(count))
@@ -285,11 +300,10 @@ def measure_cells(b: Bench) -> None:
         for dtype in dtypes:
             what = f"{cell} {_name(dtype)}"
             b.attempt(what, lambda c=(cell, scan), d=dtype, m=make: _measure_scan(b, "cells", *c, shape, d, m))
-    for dtype in (FLOAT, HALF):
-        what = f"linear, masked {_name(dtype)}"
-        b.attempt(
-            what, lambda d=dtype: _measure_scan(b, "cells", "linear", linear_scan, shape, d, _pair(b), masked=True)
-        )
+    for flagged in ("masked", "packed"):
+        for dtype in (FLOAT, HALF):
+            case = ("cells", "linear", linear_scan, shape, dtype, _pair(b), flagged)
+            b.attempt(f"linear, {flagged} {_name(dtype)}", lambda case=case: _measure_scan(b, *case))
 
 
 def measure_longhorn(b: Bench) -> None:
@@ -322,6 +336,7 @@ def _measure_longhorn(b: Bench, shape, m: int, dtype: torch.dtype) -> None:
         row["times_floor"] = round(b.copy_speed * seconds / moved, 3)
     scan = gpu_peers.selective_scan()
     if scan is None:
+        b.miss("mamba-ssm", "not installed")
         return
     batch, length, width = shape
     u, delta = (b.random(batch, width, length, dtype=dtype).requires_grad_() for _ in "ud")
@@ -366,6 +381,8 @@ def _measure_heads(b: Bench, shape, dtype: torch.dtype, state_dtype: torch.dtype
 def measure_peers(b: Bench) -> None:
     """The scans of others on the same values, forward; each ratio is their time over ours. Those of heads with real
     states are last, since Triton tunes them for minutes."""
+    for package, reason in gpu_peers.absent().items():
+        b.miss(package, reason)
     for shape in [(2, 64, 16)] if b.tiny else [(8, 2048, 1024), (8, 8192, 1024), (1, 65536, 1024)]:
         for dtype in (FLOAT, HALF):
             sets = _sets(functools.partial(_pair(b), shape, dtype))
@@ -535,15 +552,44 @@ def about(device: torch.device) -> dict:
     return found
 
 
+def _before(path: Path, tiny: bool) -> dict:
+    """What earlier runs have found."""
+    nothing = {"tiny": tiny, "runs": [], "results": [], "not_measured": {}}
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if found.keys() == nothing.keys() and found["tiny"] is tiny:
+            return found
+    return nothing
+
+
+def _drop(section: str, document: dict) -> None:
+    for earlier in document["runs"]:
+        earlier["seconds"].pop(section, None)
+    document["runs"] = [earlier for earlier in document["runs"] if earlier["seconds"]]
+    document["results"] = [row for row in document["results"] if row["section"] != section]
+    document["not_measured"].pop(section, None)
+
+
 def run(b: Bench, sections: list[str], folder: Path, command: str) -> dict:
-    """Runs the sections, writing `folder`/<gpu>.json and .md after each, and .png at the end."""
-    document = {"command": command, "tiny": b.tiny, "machine": about(b.device), "seconds": {}}
-    stem = re.sub(r"[^a-z0-9]+", "-", document["machine"]["gpu"].lower()).strip("-")
-    document |= {"results": b.results, "not_measured": b.not_measured}  # which the sections add to
+    """Runs the sections, writing `folder`/<gpu>.json and .md after each, and .png at the end. What earlier runs have
+    found in a section stays until it has been measured again."""
+    this = {"command": command, "machine": about(b.device), "seconds": {}}
+    stem = re.sub(r"[^a-z0-9]+", "-", this["machine"]["gpu"].lower()).strip("-")
+    before = document = _before(folder / f"{stem}.json", b.tiny)
     for section in sections:
-        start = time.monotonic()
+        start, b.section = time.monotonic(), section
         b.attempt(section, lambda section=section: SECTIONS[section](b))
-        document["seconds"][section] = round(time.monotonic() - start, 1)
+        this["seconds"][section] = round(time.monotonic() - start, 1)
+        if b.copy_speed:
+            this["copy_gigabytes_per_second"] = round(b.copy_speed / 1e9, 1)
+        _drop(section, before)
+        rows = before["results"] + b.results
+        document = {
+            "tiny": b.tiny,
+            "runs": [*before["runs"], this],
+            "results": [row for name in SECTIONS for row in rows if row["section"] == name],
+            "not_measured": before["not_measured"] | b.not_measured,
+        }
         texts = {"json": json.dumps(document, indent=1) + "\n", "md": gpu_report.markdown(document)}
         for suffix, text in texts.items():
             write_whole(folder / f"{stem}.{suffix}", text)
@@ -560,7 +606,13 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cuda (default) or cpu")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="the sections to measure")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        default=list(SECTIONS),
+        help="the sections to measure; the others in the results stay",
+    )
     parser.add_argument("--minutes", type=float, default=7.5, help="no new measurement is begun after (default 7.5)")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
@@ -577,7 +629,7 @@ def main(argv: list[str] | None = None) -> int:
     document = run(b, arguments.only, arguments.output, f"python benchmarks/gpu.py {given}".strip())
     print(gpu_report.markdown(document))
     failures = sum(len(row["failures"]) for row in b.results if row["section"] == "check")
-    return 1 if failures or any(section in b.not_measured for section in arguments.only) else 0
+    return 1 if failures or any(section in missed for section, missed in b.not_measured.items()) else 0
 
 
 if __name__ == "__main__":

@@ -67,13 +67,19 @@ def _goals(results: list[dict]) -> list[list[str]]:
     return [[what, f"{worst(found):.3g}", asked] for what, worst, found, asked in goals if found]
 
 
+def _machine(run: dict) -> str:
+    about = run["machine"]
+    return f"{about['gpu']}, torch {about['packages']['torch']}, {about['date'][:10]}"
+
+
 def markdown(document: dict) -> str:
-    about, results = document["machine"], document["results"]
-    packages = about["packages"]
-    lines = [
-        f"{about['gpu']}, torch {packages['torch']}, {about['date'][:10]}, commit {about['commit']}, "
-        f"`{document['command']}`, {sum(document['seconds'].values()):.0f} s."
-    ]
+    results, lines = document["results"], []
+    for run in document["runs"]:
+        copy = run.get("copy_gigabytes_per_second")
+        lines += [
+            f"- {', '.join(run['seconds'])}: {_machine(run)}, commit {run['machine']['commit']}, `{run['command']}`, "
+            f"{sum(run['seconds'].values()):.0f} s{f', copy {copy:.0f} GB/s' if copy else ''}."
+        ]
     if document["tiny"]:
         lines += ["", "Tiny sizes: these times say nothing."]
     elif goals := _goals(results):
@@ -103,8 +109,8 @@ def markdown(document: dict) -> str:
             for row in rows
         ]
         lines += ["", f"### {title}", "", *table(header, body)]
-    for name, reason in document["not_measured"].items():
-        lines += ["", f"Not measured: {name}: {reason}"]
+    for section, missed in document["not_measured"].items():
+        lines += ["", f"Not measured of {section}:", "", *(f"- {what}: {reason}" for what, reason in missed.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -155,7 +161,6 @@ def draw(document: dict, path: str) -> None:
         if field == "times_faster":
             axis.set_xscale("log")
         axis.margins(x=0.12)
-    about = document["machine"]
-    figure.suptitle(f"{about['gpu']}, torch {about['packages']['torch']}, {about['date'][:10]}")
+    figure.suptitle("; ".join(dict.fromkeys(_machine(run) for run in document["runs"])))
     figure.savefig(path, dpi=80)
     plt.close(figure)

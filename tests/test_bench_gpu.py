@@ -42,9 +42,11 @@ def test_every_section_runs(gpu, tmp_path, capsys, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"no-gpu.json", "no-gpu.md", "no-gpu.png"}
     # What is not here is said; nothing else has failed.
     absent = {"flash-linear-attention", "accelerated-scan", "mamba-ssm", "triton", "compute-sanitizer"}
-    assert document["not_measured"].keys() <= absent, document["not_measured"]
+    missed = {what for section in document["not_measured"].values() for what in section}
+    assert missed <= absent, document["not_measured"]
     assert status == 0
-    assert document["seconds"].keys() == gpu.SECTIONS.keys()
+    [run] = document["runs"]
+    assert run["seconds"].keys() == gpu.SECTIONS.keys() and run["copy_gigabytes_per_second"] > 0
     found = {row["section"] for row in document["results"]}
     assert found >= gpu.SECTIONS.keys() - {"peers", "sanitizer"}
     check = next(row for row in document["results"] if row["section"] == "check")
@@ -63,13 +65,40 @@ def test_a_failing_section_is_recorded(gpu, tmp_path, monkeypatch):
     arguments = ["--device", "cpu", "--tiny", "--only", "copy", "scan", "--output", str(tmp_path)]
     assert gpu.main(arguments) == 1
     document = json.loads((tmp_path / "no-gpu.json").read_text())
-    assert document["not_measured"]["scan"] == "RuntimeError: out of order"
+    assert document["not_measured"] == {"scan": {"scan": "RuntimeError: out of order"}}
     assert document["results"][0]["section"] == "copy"
 
 
 def test_out_of_time(gpu, tmp_path):
     gpu.main(["--device", "cpu", "--tiny", "--only", "copy", "--minutes", "0", "--output", str(tmp_path)])
-    assert json.loads((tmp_path / "no-gpu.json").read_text())["not_measured"]["copy"] == "out of time"
+    assert json.loads((tmp_path / "no-gpu.json").read_text())["not_measured"] == {"copy": {"copy": "out of time"}}
+
+
+def test_what_is_not_measured_again_stays(gpu, tmp_path, monkeypatch):
+    """Also where the new run is stopped."""
+    import gpu_timing
+
+    monkeypatch.setattr(gpu_timing, "_repeated", lambda run, seconds, fewest: run())
+
+    def run(*sections):
+        with contextlib.suppress(KeyboardInterrupt):
+            gpu.main(["--device", "cpu", "--tiny", "--only", *sections, "--output", str(tmp_path)])
+        return json.loads((tmp_path / "no-gpu.json").read_text())
+
+    first = run("copy", "decode")
+    second = run("copy", "longhorn")
+    assert [list(run["seconds"]) for run in second["runs"]] == [["decode"], ["copy", "longhorn"]]
+    assert [row["section"] for row in second["results"]] == ["copy"] * 2 + ["longhorn"] * 4 + ["decode"] * 3
+    assert [row for row in first["results"] if row["section"] == "decode"] == second["results"][-3:]
+
+    def stopped(b):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(gpu.SECTIONS, "longhorn", stopped)
+    third = run("copy", "longhorn")
+    assert [list(run["seconds"]) for run in third["runs"]] == [["decode"], ["longhorn"], ["copy"]]
+    assert third["results"][2:] == second["results"][2:]
+    assert third["not_measured"]["longhorn"] == second["not_measured"]["longhorn"]
 
 
 def test_all_kernels_of_the_checks_are_compiled_first(gpu, monkeypatch):
@@ -199,8 +228,8 @@ def test_a_gpu_that_cannot_be_cleared_is_recorded(gpu, monkeypatch):
     b = gpu.Bench(torch.device("cuda", 0), True, 1.0)
     b.attempt("first", broken)
     b.attempt("second", lambda: None)
-    assert b.not_measured["first"] == "RuntimeError: out of order"
-    assert b.not_measured["second"].startswith("RuntimeError: captures_underway")
+    assert b.not_measured[""]["first"] == "RuntimeError: out of order"
+    assert b.not_measured[""]["second"].startswith("RuntimeError: captures_underway")
 
 
 def test_a_sanitizer_out_of_time_leaves_nothing_running(gpu, tmp_path, monkeypatch):
@@ -211,8 +240,8 @@ def test_a_sanitizer_out_of_time_leaves_nothing_running(gpu, tmp_path, monkeypat
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     b = gpu.Bench(torch.device("cuda", 0), True, 0.01)
     gpu.measure_sanitizer(b)
-    assert b.not_measured["compute-sanitizer memcheck"] == "RuntimeError: not done in 1 s"
-    assert b.not_measured["compute-sanitizer racecheck"] == "RuntimeError: not done in 1 s"
+    reason = "RuntimeError: not done in 1 s"
+    assert b.not_measured[""] == {"compute-sanitizer memcheck": reason, "compute-sanitizer racecheck": reason}
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int((tmp_path / "child").read_text())).wait(timeout=5)
 
@@ -238,7 +267,7 @@ def test_bytes_of_backward(gpu, monkeypatch):
     moved = {(row["name"], row["dtype"]): row["gigabytes_per_second"] for row in rows}
     size, channels = 2 * 64 * 16, 16  # numbers of a tensor
     assert moved["linear, masked", "float32"] == 5 * size * 4
-    assert moved["linear, masked", "bfloat16"] == 5 * size * 2
+    assert moved["linear, masked", "bfloat16"] == moved["linear, packed", "bfloat16"] == 5 * size * 2
     assert moved["linear, complex", "complex64"] == 5 * size * 8
     assert moved["linear, complex and constant", "complex64"] == (3 * size + 2 * channels) * 8
     assert moved["mingru_vanilla", "float32"] == 6 * size * 4
