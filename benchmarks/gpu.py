@@ -259,9 +259,9 @@ def measure_long(b: Bench) -> None:
             b.attempt(what, lambda s=shape, d=dtype: _measure_scan(b, "long", "linear", linear_scan, s, d, _pair(b)))
 
 
-def measure_cells(b: Bench) -> None:
-    """What is fused with the recurrence, and the complex recurrences, with the constant coefficients of S5 too; and
-    what a mask and documents packed into rows cost."""
+def cells_of(b: Bench) -> list[tuple[str, Callable, Callable, tuple[torch.dtype, ...]]]:
+    """(name, scan, what makes a set of its inputs, dtypes) of what is fused with the recurrence, and of the complex
+    recurrences, with the constant coefficients of S5 too."""
 
     def real(count: int) -> Callable:
         return lambda shape, dtype: tuple(b.random(*shape, dtype=dtype) for _ in range(count))
@@ -282,8 +282,7 @@ def measure_cells(b: Bench) -> None:
     def gateloop(**options):
         return lambda *x: gateloop_scan(*x, **options)
 
-    shape = (2, 64, 16) if b.tiny else (8, 4096, 1536)
-    cells = [
+    return [
         ("mingru_vanilla", mingru_scan, real(2), (FLOAT, HALF)),
         ("mingru_positive", positive(mingru_scan), real(2), (FLOAT, HALF)),
         ("minlstm_vanilla", minlstm_scan, real(3), (FLOAT, HALF)),
@@ -296,7 +295,12 @@ def measure_cells(b: Bench) -> None:
         ("s5_zoh", s5(), irregular, (torch.complex64,)),
         ("s5_bilinear", s5(discretization="bilinear"), irregular, (torch.complex64,)),
     ]
-    for cell, scan, make, dtypes in cells:
+
+
+def measure_cells(b: Bench) -> None:
+    """The cells, and what a mask and documents packed into rows cost."""
+    shape = (2, 64, 16) if b.tiny else (8, 4096, 1536)
+    for cell, scan, make, dtypes in cells_of(b):
         for dtype in dtypes:
             what = f"{cell} {_name(dtype)}"
             b.attempt(what, lambda c=(cell, scan), d=dtype, m=make: _measure_scan(b, "cells", *c, shape, d, m))

@@ -300,10 +300,10 @@ def _compile(modules: set[cuda_kernels.Module], device: torch.device, pool: Pool
     """
     architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     missing = [module for module in modules if not cuda_kernels.is_compiled(module, architecture)]
-    return len(list(pool.run([functools.partial(_compile_one, module, architecture) for module in missing])))
+    return len(list(pool.run([functools.partial(compile_one, module, architecture) for module in missing])))
 
 
-def _compile_one(module: cuda_kernels.Module, architecture: str) -> None:
+def compile_one(module: cuda_kernels.Module, architecture: str) -> None:
     cuda_kernels.cubin(module, architecture)
 
 

@@ -75,8 +75,8 @@ def module_for(cell: str, dtype: torch.dtype, width: int, row: int | None = None
     storage, (ahead, back) = TYPES[dtype], _tunings(BY_NAME[cell], dtype, width)
     macros = {
         "CELL": BY_NAME[cell].kernel.replace("State", f"StateOf<{storage}>::type"), "TYPE": storage, "WIDTH": width,
-        "ROW": row or (ROWS[1] if width > 1 else ROW_OF_SINGLES), "STEPS": ahead.steps, "BLOCKS": ahead.blocks,
-        "STEPS_BACK": back.steps, "BLOCKS_BACK": back.blocks,
+        "THREADS": THREADS, "ROW": row or (ROWS[1] if width > 1 else ROW_OF_SINGLES), "STEPS": ahead.steps,
+        "BLOCKS": ahead.blocks, "STEPS_BACK": back.steps, "BLOCKS_BACK": back.blocks,
     }  # fmt: skip
     return Module("scan_cuda", tuple((f"HFR_{name}", str(value)) for name, value in macros.items()))
 

@@ -11,9 +11,9 @@
 //
 // Compiled by NVRTC for one pair of types: HFR_CELL, a cell of cells.h, and HFR_TYPE, what the tensors hold; and for HFR_WIDTH
 // channels to a thread, so that an access has 16 bytes (8 for 16-bit types, whose blocks would otherwise be too few), or 1
-// where strides or alignment do not allow that; for HFR_ROW threads side by side, and for so many positions of a thread,
-// HFR_STEPS, and blocks of a multiprocessor, HFR_BLOCKS, forward, and HFR_STEPS_BACK and HFR_BLOCKS_BACK backward
-// (hf_recurrent.scan.cuda chooses them).
+// where strides or alignment do not allow that; for HFR_THREADS of a block, HFR_ROW of them side by side, and for so many
+// positions of a thread, HFR_STEPS, and blocks of a multiprocessor, HFR_BLOCKS, forward, and HFR_STEPS_BACK and
+// HFR_BLOCKS_BACK backward (hf_recurrent.scan.cuda chooses them).
 #include "device.h"
 
 using namespace hfr;
@@ -53,7 +53,7 @@ typedef SavedAs<T, State>::type Saved;      // what h is kept as
 typedef decltype(real(State())) Real;       // what one part of a state is
 
 constexpr int kWidth = HFR_WIDTH;
-constexpr int kThreads = 256;
+constexpr int kThreads = HFR_THREADS;
 constexpr int kRow = HFR_ROW;              // threads side by side along the channels
 constexpr int kParts = kThreads / kRow;    // threads one after the other in time
 constexpr unsigned kSideBySide = 0xffffffffu >> (kWarp - kRow);
