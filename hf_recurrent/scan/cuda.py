@@ -47,7 +47,7 @@ def _tunings(cell: Cell, dtype: torch.dtype, width: int) -> tuple[Tuning, Tuning
             return Tuning(4, 2), Tuning(2, 2)
         return Tuning(8 * halves, 1), Tuning(4 * halves, 1)
     if cell.timed:
-        return Tuning(3, 2), Tuning(3, 1)
+        return Tuning(4, 2), Tuning(3, 1)
     if cell.name == "mingru_vanilla":
         return Tuning(12 if halves == 2 else 8, 1), Tuning(4 * halves, 1)
     if cell.name == "mingru_positive":

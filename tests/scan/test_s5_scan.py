@@ -140,9 +140,12 @@ def test_strides():
     compare("zoh", [driven, rate.repeat_interleave(3)[::3], times])
 
 
-def test_extremes():
+@pytest.mark.parametrize("device", ["cpu", "host"])
+def test_extremes(device, request):
     """Times and rates of zero, steps too small and too large for their squares, on both sides of the series' end, and
     of so many turns that all has decayed."""
+    if device == "host":
+        request.getfixturevalue("host")
     torch.manual_seed(4)
     sizes = torch.tensor([0.0, 1e-25, 1e-12, 1e-5, 0.1, 0.7, 0.72, 1.5, 6.3, 100.0])
     angles = torch.linspace(math.pi / 2 + 0.05, 3 * math.pi / 2 - 0.05, 7)
@@ -153,6 +156,26 @@ def test_extremes():
     driven, rate = torch.ones(1, 2, 2, dtype=SINGLE), torch.tensor([-1 + 100j, -1e-3])
     h, _ = s5_scan(driven, rate, torch.tensor([[1.0, 3e9]]), backend="cpu")
     torch.testing.assert_close(h[0, 1], -1 / rate)  # the value that u alone leads to
+
+
+@pytest.mark.parametrize("device", ["cpu", "host"])
+@pytest.mark.parametrize("discretization", ["zoh", "bilinear"])
+def test_where_the_ways_to_compute_part(discretization, device, request):
+    """On both sides of what is computed without clamps, and of the rates that are as good as zero."""
+    if device == "host":
+        request.getfixturevalue("host")
+    torch.manual_seed(4)
+    edges = [
+        ([-1, -1 + 1j], [79.9, 80.1, 86.9, 87.1, 200.0]),  # of the decay
+        ([-1e-3 + 1j, -1e-3 - 1j], [3e4, 32767.5, 32768.5, 1e5, 1e6]),  # of the turns
+        ([0, 1e-20, 1e-16j, 2e-15, -1e-14j, 1e-9j - 1e-9], [0.0, 1e-3, 1.0, 1e3, 1e6]),
+    ]
+    for rates, times in edges:
+        rate = torch.tensor(rates, dtype=SINGLE).repeat(4)
+        for time in times:
+            driven, steps = random(2, 4, len(rate), dtype=SINGLE), torch.full((2, 4), time)
+            steps[:, -1] = 1  # of which something is left
+            compare(discretization, [driven, rate, steps])
 
 
 def test_small_steps_are_exact():

@@ -8,9 +8,10 @@
 //   read_back(x, h, dy, dx) -> g     g: what comes to the gradient of h; dx: the gradient of what y alone reads.
 // All are scalar functions of one channel; the loops of scan_cpu.h and scan_cuda.cu run them over time and channels.
 // x and dx have `inputs` numbers, and where the cell is `timed` one more: what the position's channels have in common, a real
-// number, of whose gradient the loops form the sum over the channels. `apart`: most of its work is for both parts of complex
-// inputs at once (scan_cpu.h says what for). Real cells compute exponentials and angles with a `Math` of recurrence.h, of inputs
-// from `first_gate` on; `With<Math>` is the same cell with another.
+// number, of whose gradient the loops form the sum over the channels. Its first input is a rate, constant over time, and x ends
+// with its inverse (`Rate`). `apart`: most of its work is for both parts of complex inputs at once (scan_cpu.h says what for).
+// Cells compute exponentials and angles with a `Math` of recurrence.h, real ones of inputs from `first_gate` on; `With<Math>` is
+// the same cell with another.
 #pragma once
 #include "recurrence.h"
 
@@ -26,8 +27,8 @@ struct GivesState {
 
   template <int n>
   HFR_INLINE static T read(const T (&)[n], T h) { return h; }
-  template <int n>
-  HFR_INLINE static T read_back(const T (&)[n], T, T dy, T (&)[n]) { return dy; }
+  template <int n, int m>
+  HFR_INLINE static T read_back(const T (&)[n], T, T dy, T (&)[m]) { return dy; }
 };
 
 // What h is kept as for backward, where the tensors hold T: as narrow as they are, with two numbers for a complex state.
@@ -317,55 +318,96 @@ struct HeadCell {
   }
 };
 
+// What S5's cell takes of a rate r, which is constant over time: r and 1 / r, or those of 1e-15 where it is less, so that
+// (e^rt - 1) / r is t.
+template <class T>
+struct Rate {
+  Complex<T> value, inverse;
+
+  Rate() = default;
+  HFR_INLINE explicit Rate(Complex<T> r) {
+    const double re = (double)r.re, im = (double)r.im, size = re * re + im * im;
+    const bool still = size < 1e-30;
+    value = still ? Complex<T>(T(1e-15)) : r;
+    inverse = still ? Complex<T>(T(1e15)) : Complex<T>(T(re / size), T(-im / size));
+  }
+};
+
 // S5 at irregular times (arXiv 2208.04933, section 3.2): dh/dt = r h + u over the time t since the position before, over which u is
-// held. With z = r t, and by zero-order hold or the bilinear transform (below) a, phi, slope = da/dz and phi_slope = dphi/dz:
-//   h = a h' + t phi u;   dL/dh' = g conj(a);   dL/du = g conj(t phi);   dL/dr = g conj(t slope h' + t^2 phi_slope u).
-// Both have d(t phi)/dt = slope, so that dL/dt = Re(g conj(slope (r h' + u))), of all channels together.
+// held. With z = r t, and by zero-order hold or the bilinear transform (below) a, psi = t phi, slope = da/dz and
+// psi_slope = dpsi/dr:
+//   h = a h' + psi u;   dL/dh' = g conj(a);   dL/du = g conj(psi);   dL/dr = g conj(t slope h' + psi_slope u).
+// Both have dpsi/dt = slope, so that dL/dt = Re(g conj(slope (r h' + u))), of all channels together.
 // Bytes for each channel and position in float32: forward u in, h out, 16; backward u, h and g in, one gradient out, 32, as the
-// linear cell with a constant a. In single operations a and t phi are tensors too: forward z, e^z, e^z - 1, t phi, its product
-// with u and the scan move 120.
-template <class T, template <class> class Hold>
+// linear cell with a constant a. In single operations a and psi are tensors too: forward z, e^z, e^z - 1, psi, its product with u
+// and the scan move 120.
+template <class T, template <class, class> class Hold, class Math = Exact>
 struct S5Cell : GivesState<T> {
-  static constexpr int inputs = 2;  // r, u; then t
+  template <class Other>
+  using With = S5Cell<T, Hold, Other>;
+  static constexpr int inputs = 2;  // r, u; then t, 1 / r
   static constexpr int backward_inputs = 2;
   static constexpr bool first_may_be_constant = true;
   static constexpr bool timed = true;
   static constexpr bool apart = true;
-  using Discretised = Hold<decltype(T().re)>;
+  using Real = decltype(T().re);
+  using Discretised = Hold<Real, Math>;
 
-  HFR_INLINE static void coefficients(const T (&x)[3], T& a, T& b) {
-    const Discretised hold(x[2].re, x[0]);
+  // Whether `With<ExactWithin>` computes the same, of times and of parts of rates up to these.
+  HFR_INLINE static bool within(float time, float re, float im) { return time * re <= 80.0f && time * im <= kFewTurns; }
+
+  HFR_INLINE static void coefficients(const T (&x)[4], T& a, T& b) {
+    const Discretised hold(x[2].re, x[0], x[3]);
     a = hold.a;
-    b = x[2].re * (hold.phi * x[1]);
+    b = hold.psi * x[1];
   }
 
-  HFR_INLINE static T forward(const T (&x)[3], T h) {
+  HFR_INLINE static T forward(const T (&x)[4], T h) {
     T a, b;
     coefficients(x, a, b);
     return a * h + b;
   }
 
-  HFR_INLINE static T backward(const T (&x)[3], T h, T g, T (&dx)[3]) {
+  // What `backward` need not compute again where the coefficients are known.
+  using Kept = typename Discretised::Power;
+
+  HFR_INLINE static T decay(const T (&x)[4], Kept& kept) {
+    kept = Discretised::power(x[2].re, x[0]);
+    return Discretised(x[2].re, x[0], x[3], kept).a;
+  }
+
+  HFR_INLINE static T backward(const T (&x)[4], T h, T g, T (&dx)[3]) {
+    return backward(x, h, g, dx, Discretised::power(x[2].re, x[0]));
+  }
+
+  HFR_INLINE static T backward(const T (&x)[4], T h, T g, T (&dx)[3], const Kept& kept) {
     const auto t = x[2].re;
-    const Discretised hold(t, x[0]);
-    dx[0] = g * conj(t * (hold.slope * h + t * (hold.phi_slope * x[1])));
-    dx[1] = g * conj(t * hold.phi);
+    const Discretised hold(t, x[0], x[3], kept);
+    dx[0] = g * conj(t * (hold.slope * h) + hold.psi_slope * x[1]);
+    dx[1] = g * conj(hold.psi);
     dx[2] = T(real(g * conj(hold.slope * (x[0] * h + x[1]))));
     return g * conj(hold.a);
   }
 };
 
-// a = (1 + z/2) w and phi = w, w = 1 / (1 - z/2). So a = 2 w - 1 and da/dz = w^2.
-template <class T>
+// a = (1 + z/2) w and psi = t w, w = 1 / (1 - z/2). So a = 2 w - 1, da/dz = w^2 and dpsi/dr = (t w)^2 / 2.
+template <class T, class Math>
 struct Bilinear {
-  Complex<T> a, phi, slope, phi_slope;
+  using Power = Complex<T>;  // w
+  Complex<T> a, psi, slope, psi_slope;
 
-  HFR_INLINE Bilinear(T t, Complex<T> rate) {
-    const Complex<T> half = T(0.5) * (t * rate);
-    phi = inverse(Complex<T>(T(1)) - half);
-    a = phi * (Complex<T>(T(1)) + half);
-    slope = phi * phi;
-    phi_slope = T(0.5) * slope;
+  HFR_INLINE static Power power(T t, Complex<T> rate) {
+    const Complex<T> less = Complex<T>(T(1)) - T(0.5) * (t * rate);
+    return Math::within ? reciprocal(less.re * less.re + less.im * less.im) * conj(less) : inverse(less);
+  }
+
+  HFR_INLINE Bilinear(T t, Complex<T> rate, Complex<T> inverse) : Bilinear(t, rate, inverse, power(t, rate)) {}
+
+  HFR_INLINE Bilinear(T t, Complex<T> rate, Complex<T>, Power w) {
+    a = w * (Complex<T>(T(1)) + T(0.5) * (t * rate));
+    psi = t * w;
+    slope = w * w;
+    psi_slope = T(0.5) * (psi * psi);
   }
 };
 
@@ -387,33 +429,43 @@ HFR_INLINE Complex<T> quotient(T sum, T product) {
   }
 }
 
-// a = e^z, phi = (e^z - 1) / z and psi = dphi/dz = (e^z - phi) / z. With z = x + i y the real part of e^z - 1 is
-// (e^x - 1) cos y + (cos y - 1), without cancellation. psi would have it where |z|^2 < 1/2: there it is its series, of which
-// what is left out is below the rounding. The least of numbers beside both |z|^2 and what is divided by it makes phi(0) 1; a |z|^2 that overflows makes NaN.
 template <class T>
-struct ZeroOrderHold {
-  Complex<T> a, phi, slope, phi_slope;
+struct ZeroOrderPower {  // e^z, and the real part of e^z - 1
+  Complex<T> a;
+  T less_one;
+};
 
-  HFR_INLINE ZeroOrderHold(T t, Complex<T> rate) {
+// a = e^z and psi = (e^z - 1) / r. With z = x + i y the real part of e^z - 1 is (e^x - 1) cos y + (cos y - 1), without
+// cancellation. dpsi/dr = (t e^z - psi) / r would have it where |z|^2 < 1/2: there it is t^2 times the series of
+// (e^z - (e^z - 1) / z) / z, of which what is left out is below the rounding.
+template <class T, class Math>
+struct ZeroOrderHold {
+  using Power = ZeroOrderPower<T>;
+  Complex<T> a, psi, slope, psi_slope;
+
+  HFR_INLINE static Power power(T t, Complex<T> rate) {
     const Complex<T> z = t * rate;
-    constexpr T least = T(1e-30), gone = sizeof(T) > 4 ? T(-746) : T(-87);
-    T growth, growth_less_one, cosine_less_one;
-    exponentials(z.re, growth, growth_less_one);
+    constexpr T gone = sizeof(T) > 4 ? T(-746) : T(-87);
+    T growth, growth_less_one, cosine_less_one, angle = z.im;
+    Math::exponentials(z.re, growth, growth_less_one);
     // Of what has decayed any phase will do. (A product, since GCC moves a choice past the conversions of `unit`, and then does
     // not vectorise.)
-    const T there = z.re < gone ? T(0) : T(1);
-    const Complex<T> turn = unit(z.im * there, rest_of_product(t, rate.im, z.im), cosine_less_one);
-    a = growth * turn;
-    slope = growth * turn;  // not a copy of a, which GCC would make in memory, and then not vectorise
-    const Complex<T> less_one(growth_less_one * turn.re + cosine_less_one, a.im);
-    const T size = z.re * z.re + z.im * z.im, one_over = reciprocal(size + least) + (size - size);
-    phi.re = (less_one.re * z.re + (less_one.im * z.im + least)) * one_over;
-    phi.im = (less_one.im * z.re - less_one.re * z.im) * one_over;
-    const Complex<T> difference = one_over * ((a - phi) * conj(z));
+    if (!Math::within) angle = z.im * (z.re < gone ? T(0) : T(1));
+    const Complex<T> turn = Math::unit(angle, rest_of_product<Math::within>(t, rate.im, z.im), cosine_less_one);
+    return {growth * turn, growth_less_one * turn.re + cosine_less_one};
+  }
+
+  HFR_INLINE ZeroOrderHold(T t, Complex<T> rate, Complex<T> inverse) : ZeroOrderHold(t, rate, inverse, power(t, rate)) {}
+
+  HFR_INLINE ZeroOrderHold(T t, Complex<T> rate, Complex<T> inverse, const Power& power) : a(power.a), slope(power.a) {
+    const Complex<T> z = t * rate;
+    psi = Complex<T>(power.less_one, a.im) * inverse;
+    const Complex<T> difference = (t * a - psi) * inverse;
+    const T size = z.re * z.re + z.im * z.im;
     const Complex<T> rest = quotient<1, (sizeof(T) > 4 ? 16 : 8)>(z.re + z.re, size);
     const bool small = size < T(0.5);
-    phi_slope.re = small ? T(0.5) + z.re * rest.re - size * rest.im : difference.re;
-    phi_slope.im = small ? z.im * rest.re : difference.im;
+    psi_slope.re = small ? t * t * (T(0.5) + z.re * rest.re - size * rest.im) : difference.re;
+    psi_slope.im = small ? t * t * (z.im * rest.re) : difference.im;
   }
 };
 

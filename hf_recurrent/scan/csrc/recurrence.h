@@ -53,6 +53,15 @@ HFR_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
 HFR_INLINE double square_root(double x) { return __builtin_sqrt(x); }
 #endif
 
+// x y + z, rounded once: only where the processor has an instruction for it.
+#if defined(__CUDA_ARCH__)
+#define HFR_FUSED 1
+HFR_INLINE float fused(float x, float y, float z) { return __fmaf_rn(x, y, z); }
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#define HFR_FUSED 1
+HFR_INLINE float fused(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
+#endif
+
 // What happens at a position besides the cell (one byte per row and position, made by hf_recurrent.scan.ops):
 // padding, which the state passes through; the state before it is zero.
 enum Flags : unsigned char { kMasked = 1, kDrop = 2 };
@@ -228,13 +237,12 @@ HFR_INLINE double exponential(double x) { return exp(x); }
 HFR_INLINE double exponential(double x) { return __builtin_exp(x); }
 #endif
 
-// exp(x) and exp(x) - 1, each to full relative precision, by the polynomial above and infinite beyond its range: with
-// q = e^r - 1 they are 2^n q + 2^n and 2^n q + (2^n - 1), where 2^n - 1 has no sign that would cancel.
-HFR_INLINE void exponentials(float x, float& value, float& less_one) {
-  const float within = x > 87.0f ? 87.0f : x < -87.0f ? -87.0f : x;
-  const float shifted = within * 1.44269504f + 12582912.0f;
+// exp(x) and exp(x) - 1 for |x| <= 87, each to full relative precision, by the polynomial above: with q = e^r - 1 they are
+// 2^n q + 2^n and 2^n q + (2^n - 1), where 2^n - 1 has no sign that would cancel.
+HFR_INLINE void exponentials_within(float x, float& value, float& less_one) {
+  const float shifted = x * 1.44269504f + 12582912.0f;
   const float n = shifted - 12582912.0f;
-  float r = within - n * 0.693145752f;
+  float r = x - n * 0.693145752f;
   r = r - n * 1.42860677e-6f;
   float q = 1.38144672e-3f;
   q = q * r + 8.36878084e-3f;
@@ -243,9 +251,15 @@ HFR_INLINE void exponentials(float x, float& value, float& less_one) {
   q = q * r + 4.9999994e-1f;
   q = (q * r) * r + r;
   const float scale = float_from_bits((bits_from_float(shifted) + 127u) << 23);
+  value = scale * q + scale;
+  less_one = scale * q + (scale - 1.0f);
+}
+
+// The same for any x, infinite beyond that range.
+HFR_INLINE void exponentials(float x, float& value, float& less_one) {
+  exponentials_within(x > 87.0f ? 87.0f : x < -87.0f ? -87.0f : x, value, less_one);
   const float beyond = x > 87.0f ? float_from_bits(0x7f800000u) : 0.0f;
-  value = scale * q + scale + beyond;
-  less_one = scale * q + (scale - 1.0f) + beyond;
+  value += beyond, less_one += beyond;
 }
 
 HFR_INLINE void exponentials(double x, double& value, double& less_one) {
@@ -276,13 +290,13 @@ HFR_INLINE Complex<float> unit(float r, unsigned int quadrant, float nothing, fl
   return u;
 }
 
-#ifdef __CUDA_ARCH__
-// The same of x + rest for |x| <= kFewTurns, without the double precision that GPUs convert to slowly: with fused operations
-// two parts of pi/2 leave no more than 4e-11.
 constexpr float kFewTurns = 32768;
+#ifdef HFR_FUSED
+// The same of x + rest for |x| <= kFewTurns, without double precision, which GPUs convert to slowly and vectors have half as
+// many of: with fused operations two parts of pi/2 leave no more than 4e-11.
 HFR_INLINE Complex<float> unit_of_few_turns(float x, float rest, float& cosine_less_one) {
-  const float shifted = __fmaf_rn(x, 0.636619772f, 12582912.0f), n = shifted - 12582912.0f;
-  const float r = __fmaf_rn(n, 4.37113883e-8f, __fmaf_rn(n, -1.57079637f, x)) + rest;
+  const float shifted = fused(x, 0.636619772f, 12582912.0f), n = shifted - 12582912.0f;
+  const float r = fused(n, 4.37113883e-8f, fused(n, -1.57079637f, x)) + rest;
   return unit(r, bits_from_float(shifted), 0.0f, cosine_less_one);
 }
 #endif
@@ -301,19 +315,21 @@ HFR_INLINE Complex<float> unit(float x, float rest, float& cosine_less_one) {
   return unit(r, low_bits(n), nothing, cosine_less_one);
 }
 
-// What rounding takes off x y, up to 0.01 (`product` is x y, rounded): of an angle of 27 a millionth, more than its sine is off.
+// What rounding takes off x y (`product` is x y, rounded): of an angle of 27 a millionth, more than its sine is off. Where that
+// is not `within` kFewTurns, up to 0.01.
+template <bool within>
 HFR_INLINE float rest_of_product(float x, float y, float product) {
-#if defined(__CUDA_ARCH__)
-  const float rest = __fmaf_rn(x, y, -product);
-#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-  const float rest = __builtin_fmaf(x, y, -product);
+#ifdef HFR_FUSED
+  const float rest = fused(x, y, -product);
 #else
   const float rest = (float)((double)x * (double)y - (double)product);
 #endif
+  if (within) return rest;
   const float below = rest < 0.01f ? rest : 0.01f;
   return below > -0.01f ? below : -0.01f;
 }
 
+template <bool within>
 HFR_INLINE double rest_of_product(double, double, double) { return 0; }
 
 // The same in double precision, by Taylor's series, of which the terms left out are below 5e-17.
@@ -400,26 +416,37 @@ struct Exact {
   template <class T>
   HFR_INLINE static T exponential(T x) { return hfr::exponential(x); }
   template <class T>
+  HFR_INLINE static void exponentials(T x, T& value, T& less_one) { hfr::exponentials(x, value, less_one); }
+  template <class T>
   HFR_INLINE static Complex<T> unit(T x) { return hfr::unit(x); }
+  template <class T>
+  HFR_INLINE static Complex<T> unit(T x, T rest, T& cosine_less_one) { return hfr::unit(x, rest, cosine_less_one); }
   template <class T>
   HFR_INLINE static Complex<T> direction(Complex<T> x, T& size) { return hfr::direction(x, size); }
 };
 
-// The same numbers for floats whose gates and angles are at most kWithin, without the clamps: of several in a row, compilers
-// make branches, and leave the loop as it is.
+// The same numbers for floats whose gates are at most kWithin and angles at most kFewTurns, without the clamps: of several in a
+// row, compilers make branches, and leave the loop as it is.
 struct ExactWithin {
   using Any = Exact;
   static constexpr bool within = true;
 
   HFR_INLINE static float exponential(float x) { return exponential_within(x); }
-#ifdef __CUDA_ARCH__
+  HFR_INLINE static void exponentials(float x, float& value, float& less_one) { exponentials_within(x, value, less_one); }
+  HFR_INLINE static Complex<float> unit(float x, float rest, float& cosine_less_one) {
+#ifdef HFR_FUSED
+    return unit_of_few_turns(x, rest, cosine_less_one);
+#else
+    return hfr::unit(x, rest, cosine_less_one);
+#endif
+  }
   HFR_INLINE static Complex<float> unit(float x) {
     float cosine_less_one;
-    return unit_of_few_turns(x, 0.0f, cosine_less_one);
+    return unit(x, 0.0f, cosine_less_one);
   }
+#ifdef __CUDA_ARCH__
   HFR_INLINE static Complex<float> direction(Complex<float> x, float& size) { return direction_within(x, size); }
 #else
-  HFR_INLINE static Complex<float> unit(float x) { return hfr::unit(x); }
   HFR_INLINE static Complex<float> direction(Complex<float> x, float& size) { return hfr::direction(x, size); }
 #endif
 };

@@ -14,7 +14,7 @@
 #include <sys/mman.h>
 #endif
 #ifdef __SSE2__
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 #include "cells.h"
@@ -81,6 +81,34 @@ using Value = typename StateOf<T>::type;
 template <class Cell>
 using RealOf = decltype(real(typename Cell::State()));
 
+// What a timed cell takes of the rates of a block's channels, each part apart, and how large they are in a chunk.
+template <class Cell, bool timed = Cell::timed>
+struct Rates {};
+template <class Cell>
+struct Rates<Cell, true> {
+  using Real = RealOf<Cell>;
+  alignas(kLine) Real re[kBlock], im[kBlock], inverse_re[kBlock], inverse_im[kBlock];
+  Real largest_re[kBlock / kChunk], largest_im[kBlock / kChunk];
+
+  template <class T>
+  void set(const T* from, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      const Rate<Real> rate(load(from[i]));
+      re[i] = rate.value.re, im[i] = rate.value.im, inverse_re[i] = rate.inverse.re, inverse_im[i] = rate.inverse.im;
+      Real &most_re = largest_re[i / kChunk], &most_im = largest_im[i / kChunk];
+      if (i % kChunk == 0) most_re = most_im = 0;
+      if (size(re[i]) > most_re) most_re = size(re[i]);  // a NaN gives NaN, however it is computed
+      if (size(im[i]) > most_im) most_im = size(im[i]);
+    }
+  }
+
+  static Real size(Real x) { return x < 0 ? -x : x; }
+
+  bool within(Real time, int64_t first) const {
+    return Cell::within(size(time), largest_re[first / kChunk], largest_im[first / kChunk]);
+  }
+};
+
 // The inputs of a position, one pointer each; Indices is 0 ... inputs - 1. `time` is what its channels have in common.
 template <class T>
 struct Rows {
@@ -88,16 +116,24 @@ struct Rows {
   Value<T> time = Value<T>(0);
 };
 
-// One channel's numbers, as the cell takes them.
+// One channel's numbers, as the cell takes them; `i` counts those of a block.
 template <class Cell, class T>
 struct Numbers {
-  Value<T> x[Cell::inputs + Cell::timed];
+  Value<T> x[Cell::inputs + 2 * Cell::timed];
 
-  template <class... Loaded>
-  HFR_INLINE explicit Numbers(Value<T> time, Loaded... loaded) : x{loaded...} {
-    if constexpr (Cell::timed) x[Cell::inputs] = time;
+  template <class Rates, class... Loaded>
+  HFR_INLINE explicit Numbers(const Rates& rates, int64_t i, Value<T> time, Loaded... loaded) : x{loaded...} {
+    if constexpr (Cell::timed) {
+      x[0] = {rates.re[i], rates.im[i]};
+      x[Cell::inputs] = time;
+      x[Cell::inputs + 1] = {rates.inverse_re[i], rates.inverse_im[i]};
+    }
   }
 };
+
+// Whether `Rates` have it, and nobody reads it from its tensor.
+template <class Cell, size_t input>
+constexpr bool kIsRate = Cell::timed && input == 0;
 
 // Of 16 bits more, since what is done once for a chunk takes as long; but of 128 backward of GateLoop, which walks thirteen
 // tensors at once, would take a quarter longer.
@@ -134,6 +170,30 @@ struct Channels<T, true> {
   }
 };
 
+// The states of a chunk that a block keeps from position to position. Of cells whose parts are apart, theirs are too while the
+// block walks: first all real parts of the chunk, then all others (`Block::part` and `Block::join`).
+template <class State, bool apart>
+struct States {
+  State* data;
+
+  HFR_INLINE States(State* from, int64_t) : data(from) {}
+  HFR_INLINE State get(int64_t i) const { return data[i]; }
+  HFR_INLINE void set(int64_t i, State x) { data[i] = x; }
+};
+
+template <class State>
+struct States<State, true> {
+  using Real = decltype(real(State()));
+  Real *re, *im;
+
+  HFR_INLINE States(State* from, int64_t n) : re(reinterpret_cast<Real*>(from)), im(re + n) {}
+  HFR_INLINE State get(int64_t i) const { return {re[i], im[i]}; }
+  HFR_INLINE void set(int64_t i, State x) { re[i] = x.re, im[i] = x.im; }
+  HFR_INLINE void write(State* to, int64_t n) const {
+    for (int64_t i = 0; i < n; ++i) to[i] = get(i);
+  }
+};
+
 // Or numbers of 16 bits as floats: whole rows of them are converted by instructions that compilers do not find in the loop,
 // where all they do well is to widen bfloat16, by a shift.
 template <class T>
@@ -149,45 +209,48 @@ struct Channels<T, false, std::enable_if_t<sizeof(T) == 2 && !std::is_same<T, co
   HFR_INLINE void write(int64_t n) const { narrow(wide, data, n); }
 };
 
-// `saved`: whether the states are written too, where they are not what the cell gives. `masked`: they pass. Where they are kept
-// apart, `y` is left to the caller: it is a copy of them.
-template <class Cell, bool saved, bool masked, class T, class H, size_t... I>
-void forward_row(const Rows<T>& rows, int64_t first, typename Cell::State* __restrict__ state, T* __restrict__ y,
-                 H* __restrict__ h, int64_t n, std::index_sequence<I...>) {
+// `saved`: whether the states are written too, where they are not what the cell gives. `masked`: they pass.
+template <class Cell, bool saved, bool masked, class T, class H, class Rates, size_t... I>
+void forward_row(const Rows<T>& rows, const Rates& rates, int64_t first, typename Cell::State* __restrict__ state,
+                 T* __restrict__ y, H* __restrict__ h, int64_t n, std::index_sequence<I...>) {
   using State = typename Cell::State;
-  const Channels<const T, Cell::apart> x_row[] = {{rows.x[I] + first, n}...};
-  Channels<State, Cell::apart> states(state, n);
+  const Channels<const T, Cell::apart> x_row[] = {{rows.x[I] + first, kIsRate<Cell, I> ? 0 : n}...};
+  States<State, Cell::apart> states(state, n);
   Channels<T, false> given(y, 0);
   Channels<H, false> kept(h, 0);
   const Value<T> time = rows.time;
   HFR_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
-    const auto [x] = Numbers<Cell, T>(time, x_row[I].get(i)...);
+    const auto [x] = Numbers<Cell, T>(rates, first + i, time, (kIsRate<Cell, I> ? Value<T>() : x_row[I].get(i))...);
     State s = masked ? states.get(i) : Cell::forward(x, states.get(i));
     states.set(i, s);
     if constexpr (!Cell::apart) given.set(i, Cell::read(x, s));
     if constexpr (saved) kept.set(i, s);
   }
-  states.write(n);
-  if constexpr (!Cell::apart) given.write(n);
+  if constexpr (Cell::apart) {
+    static_assert(!Cell::reads);
+    states.write(y, n);
+  }
+  given.write(n);
   if constexpr (saved) kept.write(n);
 }
 
 // P is the storage type of h_prev: that of a row of h, or the state type for the initial state.
-template <class Cell, bool sum_first, bool masked, class T, class P, size_t... I>
-void backward_row(const Rows<T>& rows, int64_t first, const P* __restrict__ h_prev, const T* __restrict__ grad_y,
-                  typename Cell::State* __restrict__ carry, typename Cell::State* __restrict__ sum, T* const (&grads)[kMaxInputs],
+template <class Cell, bool sum_first, bool masked, class T, class P, class Rates, size_t... I>
+void backward_row(const Rows<T>& rows, const Rates& rates, int64_t first, const P* __restrict__ h_prev,
+                  const T* __restrict__ grad_y, typename Cell::State* __restrict__ carry,
+                  typename Cell::State* __restrict__ sum, T* const (&grads)[kMaxInputs],
                   RealOf<Cell>* __restrict__ grad_time, int64_t n, std::index_sequence<I...>) {
   using State = typename Cell::State;
-  const Channels<const T, Cell::apart> x_row[] = {{rows.x[I] + first, n}...};
+  const Channels<const T, Cell::apart> x_row[] = {{rows.x[I] + first, kIsRate<Cell, I> ? 0 : n}...};
   const Channels<const P, Cell::apart> before(h_prev, n);
   const Channels<const T, Cell::apart> arrived(grad_y, n);
-  Channels<State, Cell::apart> carried(carry, n), total(sum, sum_first ? n : 0);
+  States<State, Cell::apart> carried(carry, n), total(sum, sum_first ? n : 0);
   Channels<T, Cell::apart> grad[] = {{grads[I], 0}...};
   const Value<T> time = rows.time;
   HFR_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
-    const auto [x] = Numbers<Cell, T>(time, x_row[I].get(i)...);
+    const auto [x] = Numbers<Cell, T>(rates, first + i, time, (kIsRate<Cell, I> ? Value<T>() : x_row[I].get(i))...);
     Value<T> dx[Cell::inputs + Cell::timed] = {};
     const State previous = before.get(i), h = masked ? previous : Cell::forward(x, previous);
     const State g = carried.get(i) + Cell::read_back(x, h, arrived.get(i), dx);
@@ -196,20 +259,18 @@ void backward_row(const Rows<T>& rows, int64_t first, const P* __restrict__ h_pr
     ((sum_first && I == 0 ? void() : grad[I].set(i, dx[I])), ...);
     if constexpr (Cell::timed) grad_time[i] = real(dx[Cell::inputs]);
   }
-  carried.write(n);
-  if constexpr (sum_first) total.write(n);
   ((sum_first && I == 0 ? void() : grad[I].write(n)), ...);
 }
 
 // One position more for what a segment makes of a state: `product` and `sum` of `Block::summarise`.
-template <class Cell, bool backwards, bool masked, class T, size_t... I>
-void summary_row(const Rows<T>& rows, const T* grad_y, typename Cell::State* __restrict__ product,
+template <class Cell, bool backwards, bool masked, class T, class Rates, size_t... I>
+void summary_row(const Rows<T>& rows, const Rates& rates, const T* grad_y, typename Cell::State* __restrict__ product,
                  typename Cell::State* __restrict__ sum, int64_t n, std::index_sequence<I...>) {
   using State = typename Cell::State;
   const Value<T> time = rows.time;
   HFR_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
-    const auto [x] = Numbers<Cell, T>(time, load(rows.x[I][i])...);
+    const auto [x] = Numbers<Cell, T>(rates, i, time, (kIsRate<Cell, I> ? Value<T>() : load(rows.x[I][i]))...);
     Value<T> dx[Cell::inputs + Cell::timed];
     State next = masked ? product[i] : Cell::backward(x, State(0), product[i], dx);  // times conj(a)
     if constexpr (backwards) {
@@ -221,7 +282,8 @@ void summary_row(const Rows<T>& rows, const T* grad_y, typename Cell::State* __r
   }
 }
 
-// How a cell with exponentials is computed where the tensors hold T: for gates of any size, and for those within kWithin.
+// How a cell with exponentials is computed where the tensors hold T: for gates of any size, and for those within kWithin; of a
+// timed one, for times and rates that it calls `within`.
 template <class Cell, class T, class = void>
 struct Computed { using Any = Cell; using Within = Cell; };
 template <class Cell, class T>
@@ -231,6 +293,12 @@ struct Computed<Cell, T, std::enable_if_t<sizeof(T) == 2 && Cell::first_gate >= 
 };
 template <class Cell>
 struct Computed<Cell, float, std::enable_if_t<Cell::first_gate >= 0>> {
+  using Any = Cell;
+  using Within = typename Cell::template With<ExactWithin>;
+};
+
+template <class Cell>
+struct Computed<Cell, Complex<float>, std::enable_if_t<Cell::timed>> {
   using Any = Cell;
   using Within = typename Cell::template With<ExactWithin>;
 };
@@ -291,7 +359,15 @@ constexpr bool kCanStream = false;
 
 // Whole lines to memory without reading them first, past the caches: for tensors that no cache would hold anyway.
 void stream(const void* from, void* to, int64_t bytes) {
-#ifdef __SSE2__
+#if defined(__AVX512F__)
+  for (int64_t i = 0; i < bytes / 64; ++i) {
+    _mm512_stream_si512(static_cast<__m512i*>(to) + i, _mm512_load_si512(static_cast<const __m512i*>(from) + i));
+  }
+#elif defined(__AVX__)
+  for (int64_t i = 0; i < bytes / 32; ++i) {
+    _mm256_stream_si256(static_cast<__m256i*>(to) + i, _mm256_load_si256(static_cast<const __m256i*>(from) + i));
+  }
+#elif defined(__SSE2__)
   for (int64_t i = 0; i < bytes / 16; ++i) {
     _mm_stream_si128(static_cast<__m128i*>(to) + i, _mm_load_si128(static_cast<const __m128i*>(from) + i));
   }
@@ -324,6 +400,7 @@ struct Block {
   const int64_t row_bytes;
   const bool streams;
   RealOf<Cell>* const grad_times;  // of this row and these channels, (length): backward of a timed cell only
+  Rates<Cell> rates;
   T copies[kMaxInputs + 1][kBlock];
   alignas(kLine) T out[kMaxInputs][kChunk];  // what is to be streamed
   alignas(kLine) Saved out_h[kChunk];
@@ -331,7 +408,9 @@ struct Block {
   Block(const Problem& problem, int64_t batch_row, int64_t first, int64_t size, int64_t from, int64_t to, bool past_caches,
         RealOf<Cell>* time_sums)
       : p(problem), b(batch_row), d(first), n(size), begin(from), end(to), row_bytes(n * (int64_t)sizeof(T)),
-        streams(past_caches), grad_times(time_sums) {}
+        streams(past_caches), grad_times(time_sums) {
+    if constexpr (Cell::timed) rates.set(row(p.inputs[0], b, 0, d, n, copies[0]), n);
+  }
 
   ~Block() {
 #ifdef __SSE2__
@@ -356,9 +435,11 @@ struct Block {
     return rows;
   }
 
-  static bool is_within(const Rows<T>& rows, int64_t first, int64_t size) {
+  bool is_within(const Rows<T>& rows, int64_t first, int64_t size) const {
     if constexpr (std::is_same<Any, Within>::value) {
       return true;
+    } else if constexpr (Cell::timed) {
+      return rates.within(real(rows.time), first);
     } else {
       return within<Cell>(rows, first, size, std::make_index_sequence<Cell::inputs - Cell::first_gate>());
     }
@@ -375,9 +456,9 @@ struct Block {
       if (!(backwards && drop)) {
         const T* grad_y = backwards ? row(p.y, b, t, d, n, copies[kMaxInputs]) : nullptr;
         if (!masked) {
-          summary_row<Any, backwards, false>(inputs(t), grad_y, product, sum, n, kIndices);
+          summary_row<Any, backwards, false>(inputs(t), rates, grad_y, product, sum, n, kIndices);
         } else if (backwards) {
-          summary_row<Any, backwards, true>(inputs(t), grad_y, product, sum, n, kIndices);
+          summary_row<Any, backwards, true>(inputs(t), rates, grad_y, product, sum, n, kIndices);
         }
       }
       if (drop || (count % 16 == 0 && faded(product, n))) {
@@ -387,11 +468,37 @@ struct Block {
     }
   }
 
-  void forward(State* state) {
-    if constexpr (Cell::reads) {
-      if (p.h.data) return forward<true>(state);
+  // The states of each chunk as its loops take them; and side by side again.
+  void part(State* state) const {
+    if constexpr (Cell::apart) {
+      for (int64_t c = 0; c < n; c += kChunk) {
+        const int64_t m = n - c < kChunk ? n - c : kChunk;
+        const Channels<const State, true> beside(state + c, m);
+        States<State, true> parts(state + c, m);
+        for (int64_t i = 0; i < m; ++i) parts.set(i, beside.get(i));
+      }
     }
-    forward<false>(state);
+  }
+
+  void join(State* state) const {
+    if constexpr (Cell::apart) {
+      for (int64_t c = 0; c < n; c += kChunk) {
+        const int64_t m = n - c < kChunk ? n - c : kChunk;
+        State beside[kChunk];
+        States<State, true>(state + c, m).write(beside, m);
+        memcpy(static_cast<void*>(state + c), beside, m * sizeof(State));
+      }
+    }
+  }
+
+  void forward(State* state) {
+    part(state);
+    if (Cell::reads && p.h.data) {
+      forward<Cell::reads>(state);
+    } else {
+      forward<false>(state);
+    }
+    join(state);
   }
 
   template <bool saved>
@@ -414,20 +521,14 @@ struct Block {
         T* to = streams ? out[0] : y;
         Saved* to_h = streams ? out_h : h;
         if (flags(t) & kMasked) {
-          forward_row<Any, saved, true>(rows, c, state + c, to, to_h, m, kIndices);
+          forward_row<Any, saved, true>(rows, rates, c, state + c, to, to_h, m, kIndices);
         } else if (is_within(rows, c, m)) {
-          forward_row<Within, saved, false>(rows, c, state + c, to, to_h, m, kIndices);
+          forward_row<Within, saved, false>(rows, rates, c, state + c, to, to_h, m, kIndices);
         } else {
-          forward_row<Any, saved, false>(rows, c, state + c, to, to_h, m, kIndices);
-        }
-        const void* made = to;
-        if constexpr (Cell::apart) {
-          static_assert(!Cell::reads);
-          made = state + c;
-          if (!streams) memcpy(static_cast<void*>(y), made, m * sizeof(T));
+          forward_row<Any, saved, false>(rows, rates, c, state + c, to, to_h, m, kIndices);
         }
         if (!streams) continue;
-        stream(made, y, m * sizeof(T));
+        stream(to, y, m * sizeof(T));
         if (saved) stream(to_h, h, m * sizeof(Saved));
       }
     }
@@ -439,6 +540,8 @@ struct Block {
     State zero[kBlock];
     memset(static_cast<void*>(zero), 0, n * sizeof(State));
     const int64_t ahead = 1 + kAheadBack<T> / row_bytes;
+    part(carry);
+    if (sum_first) part(sum);
     const State* initial = p.initial ? reinterpret_cast<const State*>(p.initial) + b * p.channels + d : zero;
     for (int64_t step = end - 1; step >= begin; --step) {
       int64_t t = position(step), before = position(step - 1);
@@ -462,14 +565,17 @@ struct Block {
         }
         request<false>(at<T>(p.y, b, later, d + c), m);
         request<false>(at<Saved>(p.h, b, later, d + c), m);
-        RealOf<Cell> grad_time[kChunk];
+        RealOf<Cell> of_time[kChunk];
         auto run = [&](auto* h_prev) {
           if (flags(t) & kMasked) {
-            backward_row<Any, sum_first, true>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, grad_time, m, kIndices);
+            backward_row<Any, sum_first, true>(rows, rates, c, h_prev, grad_y + c, carry + c, sum + c, to, of_time, m,
+                                               kIndices);
           } else if (is_within(rows, c, m)) {
-            backward_row<Within, sum_first, false>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, grad_time, m, kIndices);
+            backward_row<Within, sum_first, false>(rows, rates, c, h_prev, grad_y + c, carry + c, sum + c, to, of_time, m,
+                                                   kIndices);
           } else {
-            backward_row<Any, sum_first, false>(rows, c, h_prev, grad_y + c, carry + c, sum + c, to, grad_time, m, kIndices);
+            backward_row<Any, sum_first, false>(rows, rates, c, h_prev, grad_y + c, carry + c, sum + c, to, of_time, m,
+                                                kIndices);
           }
         };
         if (flags(t) & kDrop) {
@@ -480,11 +586,13 @@ struct Block {
           run(at<Saved>(p.h, b, before, d + c));
         }
         for (int i = sum_first; streams && i < Cell::inputs; ++i) stream(to[i], grads[i], m * sizeof(T));
-        if constexpr (Cell::timed) time_sum += sum_of(grad_time, m);
+        if constexpr (Cell::timed) time_sum += sum_of(of_time, m);
       }
       if constexpr (Cell::timed) grad_times[t] = time_sum;
       if (flags(t) & kDrop) memset(static_cast<void*>(carry), 0, n * sizeof(State));
     }
+    join(carry);
+    if (sum_first) join(sum);
   }
 };
 

@@ -26,21 +26,33 @@ HFR_DEVICE constexpr auto first_gate_of(int) -> decltype(C::first_gate + 0) { re
 template <class C>
 HFR_DEVICE constexpr int first_gate_of(long) { return -1; }
 
-// How a cell with gates is computed where the tensors hold T: for gates of any size, and for those within kWithin.
-template <class C, class T, bool gated = first_gate_of<C>(0) >= 0>
+// How a cell with gates is computed where the tensors hold T: for gates of any size, and for those within kWithin; a timed one
+// for times and rates that it calls `within`.
+template <class C, class T, bool gated = first_gate_of<C>(0) >= 0, bool timed = C::timed>
 struct Computed { typedef C Any, Within; };
 template <class C, class T>
-struct Computed<C, T, true> {
+struct Computed<C, T, true, false> {
   typedef typename C::template With<Short> Any;
   typedef typename C::template With<ShortWithin> Within;
 };
 template <class C>
-struct Computed<C, float, true> {
+struct Computed<C, float, true, false> {
   typedef C Any;
   typedef typename C::template With<ExactWithin> Within;
 };
 template <class C>
-struct Computed<C, double, true> { typedef C Any, Within; };
+struct Computed<C, double, true, false> { typedef C Any, Within; };
+template <class C>
+struct Computed<C, Complex<float>, false, true> {
+  typedef C Any;
+  typedef typename C::template With<ExactWithin> Within;
+};
+
+// What a cell keeps of a position for its backward: timed ones.
+template <class C, bool timed = C::timed>
+struct KeptBy { typedef bool type; };
+template <class C>
+struct KeptBy<C, true> { typedef typename C::Kept type; };
 
 typedef Computed<HFR_CELL, T>::Any Cell;
 template <bool plain> struct CellWhere { typedef Cell type; };
@@ -59,7 +71,8 @@ constexpr int kParts = kThreads / kRow;    // threads one after the other in tim
 constexpr unsigned kSideBySide = 0xffffffffu >> (kWarp - kRow);
 constexpr int kChannels = kRow * kWidth;
 constexpr int kInputs = Cell::inputs;
-constexpr int kNumbers = kInputs + Cell::timed;
+constexpr int kNumbers = kInputs + 2 * Cell::timed, kGradients = kInputs + Cell::timed;
+constexpr int kFirstRead = Cell::timed;  // of the inputs: the one before it has no length
 constexpr int kMaxInputs = 5;
 
 typedef Packed<T, kWidth> Numbers;
@@ -86,24 +99,66 @@ struct Inputs {
   Real time;
 };
 
+HFR_DEVICE float size_of(float x) { return x < 0 ? -x : x; }
+
+// What a thread holds of its channels at all positions: a timed cell's rates.
+template <class C, bool timed = C::timed>
+struct RatesOf {
+  HFR_DEVICE void set(const View<T>&, Index, Index) {}
+  HFR_DEVICE void complete(Value (&)[kNumbers], Real, int) const {}
+  template <int steps, class Read>
+  HFR_DEVICE bool within(const Read (&)[steps]) const { return true; }
+};
+
+template <class C>
+struct RatesOf<C, true> {
+  typedef Rate<typename C::Real> One;
+  One of[kWidth];
+
+  HFR_DEVICE void set(const View<T>& rates, Index d, Index channels) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      of[j] = One(d + j < channels ? load(rates.data[(d + j) * rates.d]) : typename C::State(0));
+    }
+  }
+
+  // All of a channel's numbers, of which the inputs that have a length are there.
+  HFR_DEVICE void complete(Value (&x)[kNumbers], Real time, int j) const {
+    x[0] = of[j].value, x[kInputs] = Value(time), x[kInputs + 1] = of[j].inverse;
+  }
+
+  template <int steps, class Read>
+  HFR_DEVICE bool within(const Read (&read)[steps]) const {
+    bool within = sizeof(Real) == 4;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const float re = size_of(of[j].value.re), im = size_of(of[j].value.im);
+#pragma unroll
+      for (int i = 0; i < steps; ++i) within = within && C::within(size_of(read[i].time), re, im);
+    }
+    return within;
+  }
+};
+typedef RatesOf<Cell> Rates;
+
 // One channel's numbers, as they are computed with.
 struct Values {
   Value x[kNumbers];
 
   template <int inputs>
-  HFR_DEVICE Values(const Inputs<inputs>& read, int j) {
+  HFR_DEVICE Values(const Inputs<inputs>& read, const Rates& rates, int j) {
 #pragma unroll
-    for (int k = 0; k < kInputs; ++k) x[k] = k < inputs ? read.x[k < inputs ? k : 0].get(j) : Value(0);
-    if constexpr (Cell::timed) x[kInputs] = Value(read.time);
+    for (int k = kFirstRead; k < kInputs; ++k) x[k] = k < inputs ? read.x[k < inputs ? k : 0].get(j) : Value(0);
+    rates.complete(x, read.time, j);
   }
 };
 
 // This thread's, of a block that has the channels of `column`.
 HFR_DEVICE Index first_channel(Index column) { return column * kChannels + threadIdx.x % kRow * kWidth; }
 
-// Whether all gates are within kWithin, or NaN, of which nothing else comes.
+// Whether all gates are within kWithin, or NaN, of which nothing else comes; of a timed cell, its times and rates.
 template <int steps, int inputs>
-HFR_DEVICE bool gates_within(const Inputs<inputs> (&read)[steps]) {
+HFR_DEVICE bool all_within(const Inputs<inputs> (&read)[steps], const Rates& rates) {
   if constexpr (kFirstGate >= 0 && sizeof(Real) == 4) {
     float largest = 0;
 #pragma unroll
@@ -112,14 +167,14 @@ HFR_DEVICE bool gates_within(const Inputs<inputs> (&read)[steps]) {
       for (int k = kFirstGate; k < inputs; ++k) {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-          const float x = read[i].x[k].get(j), size = x < 0 ? -x : x;
+          const float size = size_of(read[i].x[k].get(j));
           largest = size > largest ? size : largest;
         }
       }
     }
     return largest <= kWithin;
   } else {
-    return true;
+    return rates.within(read);
   }
 }
 
@@ -133,7 +188,7 @@ struct Reader {
 
   HFR_DEVICE Reader(const Problem& p, const View<T> (&views)[kMaxInputs], Index b, Index t, Index d, Index sign) {
 #pragma unroll
-    for (int k = 0; k < inputs; ++k) {
+    for (int k = kFirstRead; k < inputs; ++k) {
       at[k] = views[k].data + b * views[k].b + t * views[k].l + d * views[k].d;
       step[k] = sign * views[k].l;
     }
@@ -143,14 +198,14 @@ struct Reader {
   // Reads a position, and goes on to the next.
   HFR_DEVICE void fetch(Inputs<inputs>& to) {
 #pragma unroll
-    for (int k = 0; k < inputs; ++k) to.x[k].read(at[k]);
+    for (int k = kFirstRead; k < inputs; ++k) to.x[k].read(at[k]);
     if (Cell::timed) to.time = *times;
     skip(1);
   }
 
   HFR_DEVICE void skip(int steps) {
 #pragma unroll
-    for (int k = 0; k < inputs; ++k) at[k] += steps * step[k];
+    for (int k = kFirstRead; k < inputs; ++k) at[k] += steps * step[k];
     if (Cell::timed) times += steps * times_step;
   }
 };
@@ -210,6 +265,7 @@ struct Forward {
   Saved* h;  // may be null where y is given
   T* y;      // null where h is what is given
   Index b = 0, d = 0, column = 0;
+  Rates rates;
   Reader<kInputs> reader;
   Index out, out_step;  // of this tile's first position in what is written, in packs
   State a[kKeeps ? kSteps : 1][kWidth], c[kKeeps ? kSteps : 1][kWidth];
@@ -217,7 +273,10 @@ struct Forward {
   HFR_DEVICE Forward(const Problem& p, const View<T> (&inputs)[kMaxInputs], Saved* h, T* y)
       : p(p), inputs(inputs), h(h), y(y), reader(p, inputs, 0, 0, 0, 0) {}
 
-  HFR_DEVICE void place(Index row, Index channels) { b = row, column = channels, d = first_channel(channels); }
+  HFR_DEVICE void place(Index row, Index channels) {
+    b = row, column = channels, d = first_channel(channels);
+    rates.set(inputs[0], d, p.channels);
+  }
 
   HFR_DEVICE Index position(Index flow) const { return p.reverse ? p.length - 1 - flow : flow; }
 
@@ -256,7 +315,7 @@ struct Forward {
   HFR_DEVICE int coefficients(const Raw& raw, int i) {
     const int at = kKeeps ? i : 0;
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) CellWhere<plain>::type::coefficients(Values(raw.x[i], j).x, a[at][j], c[at][j]);
+    for (int j = 0; j < kWidth; ++j) CellWhere<plain>::type::coefficients(Values(raw.x[i], rates, j).x, a[at][j], c[at][j]);
     return at;
   }
 
@@ -289,7 +348,7 @@ struct Forward {
       for (int j = 0; j < kWidth; ++j) {
         if (!plain && marks.drop(i)) state.v[j] = State(0);
         if (plain || !marks.mask(i)) state.v[j] = a[at][j] * state.v[j] + c[at][j];
-        if constexpr (Cell::reads) given[j] = Cell::read(Values(raw.x[i], j).x, state.v[j]);
+        if constexpr (Cell::reads) given[j] = Cell::read(Values(raw.x[i], rates, j).x, state.v[j]);
       }
       if (!plain && flow + i < begin) continue;
       const Index to = out + i * out_step;
@@ -324,12 +383,14 @@ struct Backward {
   State* totals;
   Real* grad_times;  // (blocks of channels, batch, length): the sums over each block's channels
   Index b = 0, d = 0, column = 0;
+  Rates rates;
   Reader<kRead> reader;
   const T* grad_at;
   Index grad_step;
   Index out, out_step;  // of this tile's first position in what is written, in packs
   Index before;         // of the position before the next tile's first in h, likewise
   States total;         // of the gradient of inputs[0], where it is constant over time
+  typename KeptBy<Cell>::type kept[Cell::timed ? kSteps : 1][kWidth];  // of these positions, by the summary
 
   HFR_DEVICE Backward(const Problem& p, const View<T> (&inputs)[kMaxInputs], const View<T>& grad_y, const Saved* h,
                       const State* initial, T* const (&grads)[kMaxInputs], State* totals, Real* grad_times)
@@ -338,7 +399,10 @@ struct Backward {
     fill(total.v, State(0));
   }
 
-  HFR_DEVICE void place(Index row, Index channels) { b = row, column = channels, d = first_channel(channels); }
+  HFR_DEVICE void place(Index row, Index channels) {
+    b = row, column = channels, d = first_channel(channels);
+    rates.set(inputs[0], d, p.channels);
+  }
 
   HFR_DEVICE Index position(Index flow) const { return p.reverse ? flow : p.length - 1 - flow; }
 
@@ -400,12 +464,16 @@ struct Backward {
       // Past the end of the sequence there is neither a gradient nor a flag but kMasked.
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        const Values values(raw.x[i], j);
-        Value dx[kNumbers];
+        const Values values(raw.x[i], rates, j);
+        Value dx[kGradients];
         sum.v[j] = sum.v[j] + Cell::read_back(values.x, State(0), raw.grad[i].get(j), dx);
         if (!plain && marks.mask(i)) continue;
         State a, c;
-        CellWhere<plain>::type::coefficients(values.x, a, c);
+        if constexpr (Cell::timed) {
+          a = CellWhere<plain>::type::decay(values.x, kept[i][j]);
+        } else {
+          CellWhere<plain>::type::coefficients(values.x, a, c);
+        }
         product.v[j] = conj(a) * product.v[j];
         sum.v[j] = conj(a) * sum.v[j];
       }
@@ -444,16 +512,20 @@ struct Backward {
     Real of_time(0);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const Values values(raw.x[i], j);
-      Value dx[kNumbers];
+      const Values values(raw.x[i], rates, j);
+      Value dx[kGradients];
 #pragma unroll
-      for (int k = 0; k < kNumbers; ++k) dx[k] = Value(0);
+      for (int k = 0; k < kGradients; ++k) dx[k] = Value(0);
       State previous = State(0);
       if (plain || (!drop && at + 1 < p.length)) previous = raw.before[i].get(j);
       if (!plain && !drop && at + 1 == p.length && initial) previous = initial[b * p.channels + d + j];
       const State here = masked || !Cell::reads ? previous : Here::forward(values.x, previous);
       const State g = carry.v[j] + Cell::read_back(values.x, here, raw.grad[i].get(j), dx);
-      carry.v[j] = masked ? g : Here::backward(values.x, previous, g, dx);
+      if constexpr (Cell::timed) {
+        carry.v[j] = masked ? g : Here::backward(values.x, previous, g, dx, kept[i][j]);
+      } else {
+        carry.v[j] = masked ? g : Here::backward(values.x, previous, g, dx);
+      }
       if (drop) carry.v[j] = State(0);
       if (Cell::first_may_be_constant && (plain || at >= begin)) total.v[j] = total.v[j] + State(dx[0]);
       if constexpr (Cell::timed) of_time += real(dx[kInputs]);
@@ -493,7 +565,7 @@ HFR_DEVICE void walk(Pass& pass, Shared& shared, Index from, Index begin, Index 
     Marks marks = {0, 0};
     if (pass.p.flags) marks = now.flags.marks();
     if (flow + kSteps > end) marks.masked |= flow < end ? ~0u << (end - flow) : ~0u;  // past the end all is padding
-    bool plain = now.whole && !(marks.dropped | marks.masked) && flow >= begin && gates_within(now.x);
+    bool plain = now.whole && !(marks.dropped | marks.masked) && flow >= begin && all_within(now.x, pass.rates);
     if constexpr (Cell::timed) plain = __all_sync(0xffffffffu, plain);  // sums over a warp's threads are formed by all
     States products, sums;
     bool cut_here = false;
@@ -680,8 +752,10 @@ HFR_KERNEL(1) scan_step(HFR_PROBLEM, Saved* h, T* y, const State* initial, State
   State state = initial && !(flag & kDrop) ? initial[i] : State(0);
   Value x[kNumbers];
 #pragma unroll
-  for (int k = 0; k < kInputs; ++k) x[k] = load(inputs[k].data[b * inputs[k].b + channel * inputs[k].d]);
-  if constexpr (Cell::timed) x[kInputs] = Value(times[b * times_b]);
+  for (int k = kFirstRead; k < kInputs; ++k) x[k] = load(inputs[k].data[b * inputs[k].b + channel * inputs[k].d]);
+  Rates rates;
+  rates.set(inputs[0], channel, channel + 1);
+  rates.complete(x, Cell::timed ? times[b * times_b] : Real(0), 0);
   if (!(flag & kMasked)) state = Cell::forward(x, state);
   if (Cell::reads) store(Cell::read(x, state), y[i]);
   if (!Cell::reads || h) store(state, h[i]);
