@@ -243,6 +243,28 @@ def test_threads_change_nothing_much_and_repeats_nothing():
             torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("size, heads", [(8, 128), (16, 64)])
+@pytest.mark.parametrize("complex_state", [True, False], ids=["complex", "real"])
+def test_outputs_that_no_cache_holds(size, heads, complex_state):
+    """Megabytes, written past the caches: each head's are those of the head alone."""
+    inputs = [x.requires_grad_() for x in inputs_for(1, 1041, heads, size, size, torch.float32, complex_state)]
+    weight, last = random(1, 1041, heads, size, dtype=torch.float32), random(*inputs[-1].shape, dtype=inputs[-1].dtype)
+
+    def results(chosen):
+        y, final = gateloop_heads_scan(*(x[:, chosen] if x.shape[1] == heads else x[:, :, chosen] for x in inputs))
+        loss = (y * weight[:, :, chosen]).sum() + (final * last[:, chosen]).real.sum()
+        return y, final, *torch.autograd.grad(loss, inputs)
+
+    whole = results(slice(None))
+    assert whole[0].nbytes > 2**22
+    for first in (0, heads - 16):
+        chosen = slice(first, first + 16)
+        for x, y in zip(whole, results(chosen), strict=True):
+            part = x[:, chosen] if x.shape[1] == heads else x[:, :, chosen]
+            alone = y if y.shape == part.shape else y[:, chosen] if y.shape[1] == heads else y[:, :, chosen]
+            torch.testing.assert_close(part, alone, rtol=2e-6, atol=2e-6 * part.abs().max().item())
+
+
 @pytest.mark.parametrize("start", [False, True])
 def test_in_place(start):
     """`update_state` writes the final state over the initial one, at its address."""

@@ -163,7 +163,8 @@ struct Block {
   template <int size>
   static int64_t place(int64_t i, int64_t apart) { return (i / size * size * apart + i % size) * kLanes; }
 
-  // From n numbers of each lane, the first of which is at its place, to n vectors of the lanes, `width` at a time; and back.
+  // From n numbers of each lane, the first of which is at its place, to n vectors of the lanes, `width` at a time; and back,
+  // past the caches if it `streams`.
   template <int width, int size, class S>
   static void turn(const S* from, const int64_t* places, int64_t n, Real* to, int64_t apart) {
     for (int64_t i = 0; i < n; i += width) {
@@ -175,7 +176,8 @@ struct Block {
   }
 
   template <int width, int size, class S>
-  static void turn_back(const Real* from, int64_t apart, int64_t n, S* to, const int64_t* places) {
+  static void turn_back(const Real* from, int64_t apart, int64_t n, S* to, const int64_t* places,
+                        bool streams = false) {
     for (int64_t i = 0; i < n; i += width) {
       Lanes x[width];
       for (int j = 0; j < width; ++j) x[j] = i + j < n ? lanes(from + place<size>(i + j, apart)) : Lanes{};
@@ -183,7 +185,12 @@ struct Block {
       Real wide[width * kLanes];
       for (int j = 0; j < width; ++j) {
         if constexpr (std::is_same<S, Real>::value) {
-          put(x[j], to + (width == kLanes ? places[j] + i : j * kLanes));
+          Real* place = to + (width == kLanes ? places[j] + i : j * kLanes);
+          if (streams) {
+            stream(&x[j], place, sizeof x[j]);
+          } else {
+            put(x[j], place);
+          }
         } else {
           put(x[j], wide + j * kLanes);
           if (width == kLanes) narrow(wide + j * kLanes, to + places[j] + i, kLanes);
@@ -320,11 +327,15 @@ struct Block {
       to_places[lane] = head(lane) * of_a_head + is_columns * first_column(lane) * size;
     }
     place_staged(n, staged_places);
+    const int64_t row_bytes = p.heads * of_a_head * (int64_t)sizeof(S);
+    const bool lines = row_bytes % kLine == 0 && reinterpret_cast<uintptr_t>(data) % kLine == 0 && kBytes % kLine == 0;
+    const bool streams = kCanStream && lines && p.batch * p.length * row_bytes >= kStream;
     with_width(n, [&](auto width) {
       for (int64_t t = 0; t < count; ++t) {
         S* to = reinterpret_cast<S*>(data) + (b * p.length + position(begin + t)) * p.heads * of_a_head;
         if (here) {
-          turn_back<width, size>(from + t * size * kLanes, apart, n, to + (width < kLanes ? to_places[0] : 0), to_places);
+          turn_back<width, size>(from + t * size * kLanes, apart, n, to + (width < kLanes ? to_places[0] : 0), to_places,
+                                 streams);
           continue;
         }
         turn_back<width, size>(from + t * size * kLanes, apart, n, staged, staged_places);
@@ -531,6 +542,7 @@ int run(const Problem& p, int backwards) {
     } else {
       block.forward();
     }
+    finish_streams();
   }
   return 0;
 }

@@ -13,9 +13,6 @@
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
-#ifdef __SSE2__
-#include <immintrin.h>
-#endif
 
 #include "cells.h"
 #include "convert_cpu.h"
@@ -34,7 +31,6 @@ constexpr int64_t kAhead = 2048;  // bytes of a tensor, at least, between a requ
 // lost where requests are one row ahead.
 template <class T>
 constexpr int64_t kAheadBack = sizeof(T) > 4 ? 14336 : kAhead;
-constexpr int64_t kStream = 1 << 22;  // bytes of an output from which on it is written past the caches
 
 // Strides count elements, in the order batch, length, channels.
 struct Tensor {
@@ -351,31 +347,6 @@ bool faded(const State* product, int64_t n) {
   return true;
 }
 
-#ifdef __SSE2__
-constexpr bool kCanStream = true;
-#else
-constexpr bool kCanStream = false;
-#endif
-
-// Whole lines to memory without reading them first, past the caches: for tensors that no cache would hold anyway.
-void stream(const void* from, void* to, int64_t bytes) {
-#if defined(__AVX512F__)
-  for (int64_t i = 0; i < bytes / 64; ++i) {
-    _mm512_stream_si512(static_cast<__m512i*>(to) + i, _mm512_load_si512(static_cast<const __m512i*>(from) + i));
-  }
-#elif defined(__AVX__)
-  for (int64_t i = 0; i < bytes / 32; ++i) {
-    _mm256_stream_si256(static_cast<__m256i*>(to) + i, _mm256_load_si256(static_cast<const __m256i*>(from) + i));
-  }
-#elif defined(__SSE2__)
-  for (int64_t i = 0; i < bytes / 16; ++i) {
-    _mm_stream_si128(static_cast<__m128i*>(to) + i, _mm_load_si128(static_cast<const __m128i*>(from) + i));
-  }
-#else
-  memcpy(to, from, bytes);
-#endif
-}
-
 template <class Real>
 Real sum_of(const Real* x, int64_t n) {
   Real sum = 0;
@@ -413,9 +384,7 @@ struct Block {
   }
 
   ~Block() {
-#ifdef __SSE2__
-    if (streams) _mm_sfence();
-#endif
+    if (streams) finish_streams();
   }
 
   uint8_t flags(int64_t t) const { return p.flags ? p.flags[b * p.length + t] : 0; }
