@@ -210,18 +210,19 @@ struct Reader {
   }
 };
 
-// The flags of a thread's positions, a bit for each.
+// The flags of up to 16 positions: those that are dropped in the lower half, those that are masked in the upper one.
 struct Marks {
-  unsigned dropped, masked;
+  unsigned bits;
 
-  HFR_DEVICE bool drop(int i) const { return dropped >> i & 1; }
-  HFR_DEVICE bool mask(int i) const { return masked >> i & 1; }
+  HFR_DEVICE bool drop(int i) const { return bits >> i & 1; }
+  HFR_DEVICE bool mask(int i) const { return bits >> (16 + i) & 1; }
 };
 
 // The threads side by side have the same positions: each holds the flags of every kRow-th of them, until they are used and
 // all of a warp say what they have. Whoever looked at his own would wait for as many loads as he has positions.
 template <int steps>
 struct HeldFlags {
+  static_assert(steps <= 16, "so many Marks can hold");
   static constexpr int kHeld = (steps + kRow - 1) / kRow;
   unsigned char held[kHeld];
 
@@ -236,12 +237,12 @@ struct HeldFlags {
 
   HFR_DEVICE Marks marks() const {
     const int first = threadIdx.x % kWarp / kRow * kRow;
-    Marks found = {0, 0};
+    Marks found = {0};
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       const unsigned dropped = __ballot_sync(0xffffffffu, held[k] & kDrop) >> first;
       const unsigned masked = __ballot_sync(0xffffffffu, held[k] & kMasked) >> first;
-      found.dropped |= (dropped & kSideBySide) << k * kRow, found.masked |= (masked & kSideBySide) << k * kRow;
+      found.bits |= (dropped & kSideBySide & 0xffff) << k * kRow | (masked & kSideBySide & 0xffff) << (16 + k * kRow);
     }
     return found;
   }
@@ -562,10 +563,10 @@ HFR_DEVICE void walk(Pass& pass, Shared& shared, Index from, Index begin, Index 
   for (Index tile = from; tile < end; tile += kTile, flow += kTile) {
     const typename Pass::Raw now = next;
     pass.fetch(next, flow + kTile, end, kTile);
-    Marks marks = {0, 0};
+    Marks marks = {0};
     if (pass.p.flags) marks = now.flags.marks();
-    if (flow + kSteps > end) marks.masked |= flow < end ? ~0u << (end - flow) : ~0u;  // past the end all is padding
-    bool plain = now.whole && !(marks.dropped | marks.masked) && flow >= begin && all_within(now.x, pass.rates);
+    if (flow + kSteps > end) marks.bits |= ~0u << (16 + (flow < end ? end - flow : 0));  // past the end all is padding
+    bool plain = now.whole && !marks.bits && flow >= begin && all_within(now.x, pass.rates);
     if constexpr (Cell::timed) plain = __all_sync(0xffffffffu, plain);  // sums over a warp's threads are formed by all
     States products, sums;
     bool cut_here = false;
