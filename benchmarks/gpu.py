@@ -561,7 +561,7 @@ def _before(path: Path, tiny: bool) -> dict:
     nothing = {"tiny": tiny, "runs": [], "results": [], "not_measured": {}}
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_text())
-        if found.keys() == nothing.keys() and found["tiny"] is tiny:
+        if isinstance(found, dict) and found.keys() == nothing.keys() and found["tiny"] is tiny:
             return found
     return nothing
 
@@ -575,22 +575,23 @@ def _drop(section: str, document: dict) -> None:
 
 
 def run(b: Bench, sections: list[str], folder: Path, command: str) -> dict:
-    """Runs the sections, writing `folder`/<gpu>.json and .md after each, and .png at the end. What earlier runs have
-    found in a section stays until it has been measured again."""
+    """Runs the sections, writing `folder`/<gpu>.json and .md (<gpu>-tiny of tiny sizes) after each, and .png at the
+    end. What earlier runs have found in a section stays until it has been measured again."""
     this = {"command": command, "machine": about(b.device), "seconds": {}}
-    stem = re.sub(r"[^a-z0-9]+", "-", this["machine"]["gpu"].lower()).strip("-")
+    stem = re.sub(r"[^a-z0-9]+", "-", this["machine"]["gpu"].lower()).strip("-") + ("-tiny" if b.tiny else "")
     before = document = _before(folder / f"{stem}.json", b.tiny)
     for section in sections:
-        start, b.section = time.monotonic(), section
+        start, b.section, begun = time.monotonic(), section, b.left() >= 0
         b.attempt(section, lambda section=section: SECTIONS[section](b))
-        this["seconds"][section] = round(time.monotonic() - start, 1)
+        if begun:
+            this["seconds"][section] = round(time.monotonic() - start, 1)
+            _drop(section, before)
         if b.copy_speed:
             this["copy_gigabytes_per_second"] = round(b.copy_speed / 1e9, 1)
-        _drop(section, before)
         rows = before["results"] + b.results
         document = {
             "tiny": b.tiny,
-            "runs": [*before["runs"], this],
+            "runs": [*before["runs"], *([this] if this["seconds"] else [])],
             "results": [row for name in SECTIONS for row in rows if row["section"] == name],
             "not_measured": before["not_measured"] | b.not_measured,
         }

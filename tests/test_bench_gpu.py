@@ -38,8 +38,8 @@ def test_every_section_runs(gpu, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu_check, "SMALL_HEADS_SHAPES", [(2, 9, 2, 4, 4)])
     monkeypatch.setattr(gpu_timing, "_repeated", lambda run, seconds, fewest: run())
     status = gpu.main(["--device", "cpu", "--tiny", "--output", str(tmp_path)])
-    document = json.loads((tmp_path / "no-gpu.json").read_text())
-    assert {path.name for path in tmp_path.iterdir()} == {"no-gpu.json", "no-gpu.md", "no-gpu.png"}
+    document = json.loads((tmp_path / "no-gpu-tiny.json").read_text())
+    assert {path.name for path in tmp_path.iterdir()} == {"no-gpu-tiny.json", "no-gpu-tiny.md", "no-gpu-tiny.png"}
     # What is not here is said; nothing else has failed.
     absent = {"flash-linear-attention", "accelerated-scan", "mamba-ssm", "triton", "compute-sanitizer"}
     missed = {what for section in document["not_measured"].values() for what in section}
@@ -64,14 +64,14 @@ def test_a_failing_section_is_recorded(gpu, tmp_path, monkeypatch):
     monkeypatch.setitem(gpu.SECTIONS, "scan", broken)
     arguments = ["--device", "cpu", "--tiny", "--only", "copy", "scan", "--output", str(tmp_path)]
     assert gpu.main(arguments) == 1
-    document = json.loads((tmp_path / "no-gpu.json").read_text())
+    document = json.loads((tmp_path / "no-gpu-tiny.json").read_text())
     assert document["not_measured"] == {"scan": {"scan": "RuntimeError: out of order"}}
     assert document["results"][0]["section"] == "copy"
 
 
 def test_out_of_time(gpu, tmp_path):
     gpu.main(["--device", "cpu", "--tiny", "--only", "copy", "--minutes", "0", "--output", str(tmp_path)])
-    assert json.loads((tmp_path / "no-gpu.json").read_text())["not_measured"] == {"copy": {"copy": "out of time"}}
+    assert json.loads((tmp_path / "no-gpu-tiny.json").read_text())["not_measured"] == {"copy": {"copy": "out of time"}}
 
 
 def test_what_is_not_measured_again_stays(gpu, tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_what_is_not_measured_again_stays(gpu, tmp_path, monkeypatch):
     def run(*sections):
         with contextlib.suppress(KeyboardInterrupt):
             gpu.main(["--device", "cpu", "--tiny", "--only", *sections, "--output", str(tmp_path)])
-        return json.loads((tmp_path / "no-gpu.json").read_text())
+        return json.loads((tmp_path / "no-gpu-tiny.json").read_text())
 
     first = run("copy", "decode")
     second = run("copy", "longhorn")
@@ -99,6 +99,9 @@ def test_what_is_not_measured_again_stays(gpu, tmp_path, monkeypatch):
     assert [list(run["seconds"]) for run in third["runs"]] == [["decode"], ["longhorn"], ["copy"]]
     assert third["results"][2:] == second["results"][2:]
     assert third["not_measured"]["longhorn"] == second["not_measured"]["longhorn"]
+    fourth = run("decode", "--minutes", "0")
+    assert fourth["results"] == third["results"] and fourth["runs"] == third["runs"]
+    assert fourth["not_measured"]["decode"] == {"decode": "out of time"}
 
 
 def test_all_kernels_of_the_checks_are_compiled_first(gpu, monkeypatch):
@@ -289,7 +292,7 @@ def test_nothing_is_compared_with_a_copy_that_was_not_measured(gpu, tmp_path, mo
 
     monkeypatch.setattr(gpu_timing, "_repeated", lambda run, seconds, fewest: run())
     assert gpu.main(["--device", "cpu", "--tiny", "--only", "longhorn", "--output", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "no-gpu.json").read_text())["results"]
+    rows = json.loads((tmp_path / "no-gpu-tiny.json").read_text())["results"]
     assert rows and not any("times_floor" in row or "of_copy" in row for row in rows)
 
 

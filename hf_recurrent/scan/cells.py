@@ -37,8 +37,16 @@ class Cell:
         return (COMPLEX_STATE_DTYPES if self.has_complex_state else STATE_DTYPES)[dtype]
 
     def parted(self, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-        """The inputs that have channels, and the one that has none."""
-        return ([inputs[0], *inputs[2:]], inputs[1]) if self.timed else (inputs, None)
+        """The inputs that have channels, and the one that has none.
+
+        Raises:
+            ValueError: the rate of a timed cell is not the same at all positions.
+        """
+        if not self.timed:
+            return inputs, None
+        if inputs[0].shape[:2] != (1, 1):
+            raise ValueError(f"the rate must have the shape (1, 1, channels), got {tuple(inputs[0].shape)}")
+        return [inputs[0], *inputs[2:]], inputs[1]
 
 
 def _linear(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

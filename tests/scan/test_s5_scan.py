@@ -178,6 +178,21 @@ def test_where_the_ways_to_compute_part(discretization, device, request):
             compare(discretization, [driven, rate, steps])
 
 
+@pytest.mark.parametrize("device", ["cpu", "host"])
+@pytest.mark.parametrize("discretization", ["zoh", "bilinear"])
+@pytest.mark.parametrize(("dtype", "times"), [(SINGLE, [1e-28, 1e-3, 1.0, 1e12]), (DOUBLE, [1e-28, 1.0, 1e2, 1e6])])
+def test_without_decay(dtype, times, discretization, device, request):
+    """A rate of zero integrates: h = h' + t u, and no time takes anything from h'."""
+    if device == "host":
+        request.getfixturevalue("host")
+    torch.manual_seed(4)
+    for time in times:
+        steps = torch.full((2, 4), time, dtype=dtype.to_real())
+        for size in (1.0, 1e10):
+            state = size * random(2, 6, dtype=dtype)
+            compare(discretization, [random(2, 4, 6, dtype=dtype), torch.zeros(6, dtype=dtype), steps], state)
+
+
 def test_small_steps_are_exact():
     """One step, whose gradient of the rate is t^2 / 2 u alone."""
     driven, rate = torch.ones(1, 1, 1, dtype=SINGLE), torch.tensor([-0.5 + 3j], requires_grad=True)

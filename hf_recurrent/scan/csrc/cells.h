@@ -318,18 +318,19 @@ struct HeadCell {
   }
 };
 
-// What S5's cell takes of a rate r, which is constant over time: r and 1 / r, or those of 1e-15 where it is less, so that
-// (e^rt - 1) / r is t.
+// What S5's cell takes of a rate r, which is constant over time: r and 1 / r, the latter 0 where r is nothing beside 1 / t for
+// any t: there (e^rt - 1) / r, the integral of e^rs over 0 to t, is t.
 template <class T>
 struct Rate {
   Complex<T> value, inverse;
 
   Rate() = default;
-  HFR_INLINE explicit Rate(Complex<T> r) {
-    const double re = (double)r.re, im = (double)r.im, size = re * re + im * im;
-    const bool still = size < 1e-30;
-    value = still ? Complex<T>(T(1e-15)) : r;
-    inverse = still ? Complex<T>(T(1e15)) : Complex<T>(T(re / size), T(-im / size));
+  HFR_INLINE explicit Rate(Complex<T> r) : value(r) {
+    const double re = (double)r.re, im = (double)r.im, size_re = re < 0 ? -re : re, size_im = im < 0 ? -im : im;
+    const double largest = size_re > size_im ? size_re : size_im;
+    const double u = re / largest, v = im / largest, square = largest * (u * u + v * v);  // no larger than a number can be
+    const bool rests = largest < (sizeof(T) > 4 ? 1e-150 : 1e-22);
+    inverse = rests ? Complex<T>(T(0)) : Complex<T>(T(u / square), T(-v / square));
   }
 };
 
@@ -354,7 +355,7 @@ struct S5Cell : GivesState<T> {
   using Discretised = Hold<Real, Math>;
 
   // Whether `With<ExactWithin>` computes the same, of times and of parts of rates up to these.
-  HFR_INLINE static bool within(float time, float re, float im) { return time * re <= 80.0f && time * im <= kFewTurns; }
+  HFR_INLINE static bool within(float time, float re, float im) { return time * re <= kNormal && time * im <= kFewTurns; }
 
   HFR_INLINE static void coefficients(const T (&x)[4], T& a, T& b) {
     const Discretised hold(x[2].re, x[0], x[3]);
@@ -382,7 +383,7 @@ struct S5Cell : GivesState<T> {
 
   HFR_INLINE static T backward(const T (&x)[4], T h, T g, T (&dx)[3], const Kept& kept) {
     const auto t = x[2].re;
-    const Discretised hold(t, x[0], x[3], kept);
+    const Discretised hold(x[2].re, x[0], x[3], kept);
     dx[0] = g * conj(t * (hold.slope * h) + hold.psi_slope * x[1]);
     dx[1] = g * conj(hold.psi);
     dx[2] = T(real(g * conj(hold.slope * (x[0] * h + x[1]))));
@@ -459,7 +460,8 @@ struct ZeroOrderHold {
 
   HFR_INLINE ZeroOrderHold(T t, Complex<T> rate, Complex<T> inverse, const Power& power) : a(power.a), slope(power.a) {
     const Complex<T> z = t * rate;
-    psi = Complex<T>(power.less_one, a.im) * inverse;
+    const bool rests = (inverse.re == T(0)) & (inverse.im == T(0));
+    psi = plus_real(Complex<T>(power.less_one, a.im) * inverse, rests ? t : T(0));
     const Complex<T> difference = (t * a - psi) * inverse;
     const T size = z.re * z.re + z.im * z.im;
     const Complex<T> rest = quotient<1, (sizeof(T) > 4 ? 16 : 8)>(z.re + z.re, size);

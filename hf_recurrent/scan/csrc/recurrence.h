@@ -406,6 +406,7 @@ HFR_INLINE Complex<float> direction_within(Complex<float> x, float& size) {
 // ---- how exactly ----------------------------------------------------------------------------------------------------
 
 constexpr float kWithin = 40;
+constexpr float kNormal = 80;  // whose exponentials are normal numbers, and their reciprocals
 
 // What cells compute exponentials and angles with, their `Math`. `Any` is one as exact for arguments of any size. The first is
 // to the type's own precision.
@@ -425,8 +426,8 @@ struct Exact {
   HFR_INLINE static Complex<T> direction(Complex<T> x, T& size) { return hfr::direction(x, size); }
 };
 
-// The same numbers for floats whose gates are at most kWithin and angles at most kFewTurns, without the clamps: of several in a
-// row, compilers make branches, and leave the loop as it is.
+// The same numbers for floats whose gates are at most kWithin, exponents kNormal and angles kFewTurns, without the clamps: of
+// several in a row, compilers make branches, and leave the loop as it is.
 struct ExactWithin {
   using Any = Exact;
   static constexpr bool within = true;

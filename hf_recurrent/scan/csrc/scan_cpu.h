@@ -90,7 +90,8 @@ struct Rates<Cell, true> {
   void set(const T* from, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
       const Rate<Real> rate(load(from[i]));
-      re[i] = rate.value.re, im[i] = rate.value.im, inverse_re[i] = rate.inverse.re, inverse_im[i] = rate.inverse.im;
+      re[i] = rate.value.re, im[i] = rate.value.im;
+      inverse_re[i] = rate.inverse.re, inverse_im[i] = rate.inverse.im;
       Real &most_re = largest_re[i / kChunk], &most_im = largest_im[i / kChunk];
       if (i % kChunk == 0) most_re = most_im = 0;
       if (size(re[i]) > most_re) most_re = size(re[i]);  // a NaN gives NaN, however it is computed
@@ -166,6 +167,21 @@ struct Channels<T, true> {
   }
 };
 
+// Or numbers of 16 bits as floats: whole rows of them are converted by instructions that compilers do not find in the loop,
+// where all they do well is to widen bfloat16, by a shift.
+template <class T>
+struct Channels<T, false, std::enable_if_t<sizeof(T) == 2 && !std::is_same<T, const BFloat16>::value>> {
+  alignas(kLine) float wide[kChunkOf<T>];
+  T* data;
+
+  HFR_INLINE Channels(T* from, int64_t n) : data(from) {
+    if constexpr (std::is_const<T>::value) widen(from, wide, n);
+  }
+  HFR_INLINE float get(int64_t i) const { return wide[i]; }
+  HFR_INLINE void set(int64_t i, float x) { wide[i] = x; }
+  HFR_INLINE void write(int64_t n) const { narrow(wide, data, n); }
+};
+
 // The states of a chunk that a block keeps from position to position. Of cells whose parts are apart, theirs are too while the
 // block walks: first all real parts of the chunk, then all others (`Block::part` and `Block::join`).
 template <class State, bool apart>
@@ -188,21 +204,6 @@ struct States<State, true> {
   HFR_INLINE void write(State* to, int64_t n) const {
     for (int64_t i = 0; i < n; ++i) to[i] = get(i);
   }
-};
-
-// Or numbers of 16 bits as floats: whole rows of them are converted by instructions that compilers do not find in the loop,
-// where all they do well is to widen bfloat16, by a shift.
-template <class T>
-struct Channels<T, false, std::enable_if_t<sizeof(T) == 2 && !std::is_same<T, const BFloat16>::value>> {
-  alignas(kLine) float wide[kChunkOf<T>];
-  T* data;
-
-  HFR_INLINE Channels(T* from, int64_t n) : data(from) {
-    if constexpr (std::is_const<T>::value) widen(from, wide, n);
-  }
-  HFR_INLINE float get(int64_t i) const { return wide[i]; }
-  HFR_INLINE void set(int64_t i, float x) { wide[i] = x; }
-  HFR_INLINE void write(int64_t n) const { narrow(wide, data, n); }
 };
 
 // `saved`: whether the states are written too, where they are not what the cell gives. `masked`: they pass.
@@ -363,6 +364,7 @@ struct Block {
   using Any = typename Computed<Cell, T>::Any;
   using Within = typename Computed<Cell, T>::Within;
   static constexpr int64_t kChunk = kChunkOf<T>;
+  static_assert(!Cell::timed || kChunk == ::kChunk, "the chunks that Rates knows the largest of");
   static constexpr auto kIndices = std::make_index_sequence<Cell::inputs>();
 
   const Problem& p;

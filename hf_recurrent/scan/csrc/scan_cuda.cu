@@ -129,7 +129,8 @@ struct RatesOf<C, true> {
 
   template <int steps, class Read>
   HFR_DEVICE bool within(const Read (&read)[steps]) const {
-    bool within = sizeof(Real) == 4;
+    if (sizeof(Real) > 4) return true;
+    bool within = true;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const float re = size_of(of[j].value.re), im = size_of(of[j].value.im);
