@@ -556,6 +556,11 @@ def about(device: torch.device) -> dict:
     return found
 
 
+def stem_of(machine: dict) -> str:
+    """What the files of a GPU's results begin with."""
+    return re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
+
+
 def _before(path: Path, tiny: bool) -> dict:
     """What earlier runs have found."""
     nothing = {"tiny": tiny, "runs": [], "results": [], "not_measured": {}}
@@ -578,8 +583,8 @@ def run(b: Bench, sections: list[str], folder: Path, command: str) -> dict:
     """Runs the sections, writing `folder`/<gpu>.json and .md (<gpu>-tiny of tiny sizes) after each, and .png at the
     end. What earlier runs have found in a section stays until it has been measured again."""
     this = {"command": command, "machine": about(b.device), "seconds": {}}
-    stem = re.sub(r"[^a-z0-9]+", "-", this["machine"]["gpu"].lower()).strip("-") + ("-tiny" if b.tiny else "")
-    before = document = _before(folder / f"{stem}.json", b.tiny)
+    stem = stem_of(this["machine"]) + ("-tiny" if b.tiny else "")
+    before = _before(folder / f"{stem}.json", b.tiny)
     for section in sections:
         start, b.section, begun = time.monotonic(), section, b.left() >= 0
         b.attempt(section, lambda section=section: SECTIONS[section](b))

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -223,7 +222,7 @@ def run(b: gpu.Bench, chosen: list[Case], shape: tuple[int, int, int], folder: P
     """Writes `folder`/<gpu>-tuning.json and .md after each case."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "machine": gpu.about(b.device), "shape": list(shape), "results": [], "seconds": 0.0}
-    stem = re.sub(r"[^a-z0-9]+", "-", document["machine"]["gpu"].lower()).strip("-")
+    stem = gpu.stem_of(document["machine"])
     start = time.monotonic()
     for case in chosen:
         b.attempt(case.name, lambda case=case: document["results"].extend(measure(b, case, shape)))

@@ -383,7 +383,7 @@ struct S5Cell : GivesState<T> {
 
   HFR_INLINE static T backward(const T (&x)[4], T h, T g, T (&dx)[3], const Kept& kept) {
     const auto t = x[2].re;
-    const Discretised hold(x[2].re, x[0], x[3], kept);
+    const Discretised hold(t, x[0], x[3], kept);
     dx[0] = g * conj(t * (hold.slope * h) + hold.psi_slope * x[1]);
     dx[1] = g * conj(hold.psi);
     dx[2] = T(real(g * conj(hold.slope * (x[0] * h + x[1]))));

@@ -328,8 +328,7 @@ struct Block {
     }
     place_staged(n, staged_places);
     const int64_t row_bytes = p.heads * of_a_head * (int64_t)sizeof(S);
-    const bool lines = row_bytes % kLine == 0 && reinterpret_cast<uintptr_t>(data) % kLine == 0 && kBytes % kLine == 0;
-    const bool streams = kCanStream && lines && p.batch * p.length * row_bytes >= kStream;
+    const bool streams = kBytes % kLine == 0 && is_streamed(data, row_bytes, p.batch * p.length * row_bytes);
     with_width(n, [&](auto width) {
       for (int64_t t = 0; t < count; ++t) {
         S* to = reinterpret_cast<S*>(data) + (b * p.length + position(begin + t)) * p.heads * of_a_head;

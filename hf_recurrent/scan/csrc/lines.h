@@ -44,6 +44,11 @@ inline void stream(const void* from, void* to, int64_t bytes) {
 #endif
 }
 
+// Whether an output of so many bytes, in rows of `row_bytes`, is: large, and of whole lines.
+inline bool is_streamed(const void* output, int64_t row_bytes, int64_t bytes) {
+  return kCanStream && bytes >= kStream && row_bytes % kLine == 0 && reinterpret_cast<uintptr_t>(output) % kLine == 0;
+}
+
 // Before another thread reads what was streamed.
 inline void finish_streams() {
 #ifdef __SSE2__

@@ -684,18 +684,17 @@ void run_divided(const Problem& p, bool streams, bool splits_time = true) {
 
 template <class Cell, class T>
 int run(const Problem& p, int backwards) {
-  int64_t bytes = p.batch * p.length * p.channels * sizeof(T);
-  // Streaming writes whole lines only, so rows must start on one; pieces of a row then do too.
-  bool streams = kCanStream && bytes >= kStream && p.channels * sizeof(T) % kLine == 0;
+  const int64_t row_bytes = p.channels * sizeof(T), bytes = p.batch * p.length * row_bytes;
+  bool streams = true;  // pieces of a row too, which start on a line where rows do
   int outputs = backwards ? Cell::inputs - (int)p.sum_first : 1;
   if (!backwards && Cell::reads && p.h.data) {
     prefer_huge_pages(p.h.data, bytes / sizeof(T) * sizeof(typename SavedAs<T, typename Cell::State>::type));
-    streams = streams && reinterpret_cast<uintptr_t>(p.h.data) % kLine == 0;
+    streams = is_streamed(p.h.data, row_bytes, bytes);
   }
   for (int i = 0; i < outputs; ++i) {
     const char* output = backwards ? p.grad_inputs[i + p.sum_first] : Cell::reads ? p.y.data : p.h.data;
     prefer_huge_pages(output, bytes);
-    streams = streams && reinterpret_cast<uintptr_t>(output) % kLine == 0;
+    streams = streams && is_streamed(output, row_bytes, bytes);
   }
   if (backwards) {
     run_divided<Cell, T, true>(p, streams);
