@@ -133,21 +133,30 @@ struct ColumnElement : Element<kBlockColumns> {
 
 // ---- a tile of the inputs --------------------------------------------------------------------------------------------
 
-// A number as it waits in a register to be used. 16 bits have one of their own: two in one would be put together, and so
-// waited for, right after they are asked for.
+// A number as it waits in a register to be used. 16 bits have one of their own, and all of it from the load on: two in one
+// would be put together, a half be cut out, and so be waited for, right after they are asked for.
 template <class U, int size> struct Waiting {
   typedef U type;
-  HFR_DEVICE static U hold(U x) { return x; }
+  HFR_DEVICE static U ask(const U* at) { return *at; }
   HFR_DEVICE static U release(U x) { return x; }
 };
 template <class U> struct Waiting<U, 2> {
   typedef unsigned int type;
-  HFR_DEVICE static unsigned int hold(U x) { return x.bits; }
+  HFR_DEVICE static unsigned int ask(const U* at) {
+#ifdef __CUDA_ARCH__
+    unsigned int bits;
+    asm("ld.global.u16 %0, [%1];" : "=r"(bits) : "l"(at));
+    return bits;
+#else
+    return at->bits;
+#endif
+  }
   HFR_DEVICE static U release(unsigned int x) { return {(unsigned short)x}; }
 };
 typedef Waiting<T, sizeof(T)> Waits;
 typedef Waits::type Held;
-HFR_DEVICE Held hold(T x) { return Waits::hold(x); }
+HFR_DEVICE void ask(const Number* at, Number& to) { to = *at; }
+HFR_DEVICE void ask(const T* at, Held& to) { to = Waits::ask(at); }
 HFR_DEVICE T release(Held x) { return Waits::release(x); }
 
 // What a tile is read for: the state's way (a, k, v), the readout (q), its gradient (a, q, grad_y), or more of them.
@@ -188,11 +197,9 @@ struct Tile {
     const Index apart = p.along(stride) * E::apart;
 #pragma unroll
     for (int i = 0; i < n; ++i, at += apart) {
-      if (i == 0 || E::in_tile(i)) keep(*at, to[i]);
+      if (i == 0 || E::in_tile(i)) ask(at, to[i]);
     }
   }
-  HFR_DEVICE static void keep(Number x, Number& to) { to = x; }
-  HFR_DEVICE static void keep(T x, Held& to) { to = hold(x); }
 
   HFR_DEVICE void fetch_part(const Problem& p, const Heads<T>& grad_y, Index b, Index start, Index end) {
     const RowElement row(p);
@@ -209,9 +216,9 @@ struct Tile {
       const Index step = start + row.step(i);
       if (!row.in_tile(i) || step >= end || !row.exists) continue;
       const Index t = p.position(step);
-      a[i] = a_at[t * p.a.l];
-      if (pushes) k[i] = hold(k_at[t * p.k.l]);
-      if (reads || grads) q[i] = hold(q_at[t * p.q.l]);
+      ask(a_at + t * p.a.l, a[i]);
+      if (pushes) ask(k_at + t * p.k.l, k[i]);
+      if (reads || grads) ask(q_at + t * p.q.l, q[i]);
     }
 #pragma unroll
     for (int i = 0; i < kColumnElements; ++i) {
@@ -219,8 +226,8 @@ struct Tile {
       const Index step = start + column.step(i);
       if (!column.in_tile(i) || step >= end || !column.exists) continue;
       const Index t = p.position(step);
-      if (pushes) v[i] = hold(v_at[t * p.v.l]);
-      if (grads) grad[i] = hold(grad_at[t * grad_y.l]);
+      if (pushes) ask(v_at + t * p.v.l, v[i]);
+      if (grads) ask(grad_at + t * grad_y.l, grad[i]);
     }
   }
 
@@ -572,20 +579,24 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardShared& shared, const Place&
                           State (&carry)[kPer]) {
   Index start = (end - 1) / kSteps * kSteps;
   Tile<true, true, true> tile;
+  State before[kPer];  // the next tile, asked for with its inputs: later, it would be waited for with those of the one after it
   tile.fetch(p, grad_y, work.b, start, end);
   for (bool first = true; start >= work.begin; start -= kSteps, first = false) {
     const bool writes = start < work.end;
-    State states[kSteps + 1][kPer];  // after as many positions
-    if constexpr (kTiles > 1) {
-      const Index tile_number = start / kSteps, run = tile_number / kTiles;
-      const Checkpoints tiles = {scratch, (blockIdx.y - run) * kTiles, 1};
-      if (first || tile_number % kTiles == kTiles - 1) fill_in(p, shared, place, work.b, checkpoints, tiles, start);
-      tiles.get(p, place, tile_number, states[0]);
-    } else {
-      checkpoints.get(p, place, start / kSteps, states[0]);
+    const Index number = start / kSteps;
+    Checkpoints tiles = checkpoints;
+    if constexpr (kTiles > 1) tiles = {scratch, (blockIdx.y - number / kTiles) * kTiles, 1};
+    if (first || (kTiles > 1 && number % kTiles == kTiles - 1)) {
+      if constexpr (kTiles > 1) fill_in(p, shared, place, work.b, checkpoints, tiles, start);
+      tiles.get(p, place, number, before);
     }
+    State states[kSteps + 1][kPer];  // after as many positions
+    copy(before, states[0]);
     const bool plain = tile.settle(p, shared);
-    if (start > work.begin) tile.fetch(p, grad_y, work.b, start - kSteps, end);
+    if (start > work.begin) {
+      tile.fetch(p, grad_y, work.b, start - kSteps, end);
+      if (kTiles == 1 || number % kTiles > 0) tiles.get(p, place, number - 1, before);
+    }
     if (plain) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {

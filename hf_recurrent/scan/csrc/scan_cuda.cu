@@ -86,6 +86,7 @@ struct Problem : Scan<State> {
 
 struct alignas(16) Shared {
   State products[kParts][kChannels], sums[kParts][kChannels], entering[kParts][kChannels];
+  State initial[kChannels];  // of a backward scan
   bool cuts[kParts];
   int ticket;
 };
@@ -225,7 +226,7 @@ template <int steps>
 struct HeldFlags {
   static_assert(steps <= 16, "so many Marks can hold");
   static constexpr int kHeld = (steps + kRow - 1) / kRow;
-  unsigned char held[kHeld];
+  unsigned held[kHeld];  // whole registers: a byte that is put into one is waited for, and the next tile with it
 
   // `from`: position `flow` of the flags, `step` from the next one.
   HFR_DEVICE void fetch(const unsigned char* from, Index step, Index flow, Index end) {
@@ -381,6 +382,7 @@ struct Backward {
   const View<T>& grad_y;
   const Saved* h;
   const State* initial;
+  State (&initial_here)[kChannels];  // shared: from memory, it would be waited for with the next tile
   T* const (&grads)[kMaxInputs];
   State* totals;
   Real* grad_times;  // (blocks of channels, batch, length): the sums over each block's channels
@@ -395,15 +397,20 @@ struct Backward {
   typename KeptBy<Cell>::type kept[Cell::timed ? kSteps : 1][kWidth];  // of these positions, by the summary
 
   HFR_DEVICE Backward(const Problem& p, const View<T> (&inputs)[kMaxInputs], const View<T>& grad_y, const Saved* h,
-                      const State* initial, T* const (&grads)[kMaxInputs], State* totals, Real* grad_times)
-      : p(p), inputs(inputs), grad_y(grad_y), h(h), initial(initial), grads(grads), totals(totals), grad_times(grad_times),
-        reader(p, inputs, 0, 0, 0, 0) {
+                      const State* initial, Shared& shared, T* const (&grads)[kMaxInputs], State* totals, Real* grad_times)
+      : p(p), inputs(inputs), grad_y(grad_y), h(h), initial(initial), initial_here(shared.initial), grads(grads),
+        totals(totals), grad_times(grad_times), reader(p, inputs, 0, 0, 0, 0) {
     fill(total.v, State(0));
   }
 
+  // All of the block have finished what they did elsewhere.
   HFR_DEVICE void place(Index row, Index channels) {
     b = row, column = channels, d = first_channel(channels);
     rates.set(inputs[0], d, p.channels);
+    const Index channel = column * kChannels + threadIdx.x;
+    if (threadIdx.x < kChannels) {
+      initial_here[threadIdx.x] = initial && channel < p.channels ? initial[b * p.channels + channel] : State(0);
+    }
   }
 
   HFR_DEVICE Index position(Index flow) const { return p.reverse ? flow : p.length - 1 - flow; }
@@ -520,7 +527,7 @@ struct Backward {
       for (int k = 0; k < kGradients; ++k) dx[k] = Value(0);
       State previous = State(0);
       if (plain || (!drop && at + 1 < p.length)) previous = raw.before[i].get(j);
-      if (!plain && !drop && at + 1 == p.length && initial) previous = initial[b * p.channels + d + j];
+      if (!plain && !drop && at + 1 == p.length) previous = initial_here[threadIdx.x % kRow * kWidth + j];
       const State here = masked || !Cell::reads ? previous : Here::forward(values.x, previous);
       const State g = carry.v[j] + Cell::read_back(values.x, here, raw.grad[i].get(j), dx);
       if constexpr (Cell::timed) {
@@ -683,11 +690,9 @@ HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, cons
     bool cut = false;
     walk<true>(pass, shared, start, begin, end, enter, product, state, cut);
     if (owner && (chain || end == p.length)) to[at] = state;
-    if (chain) {
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) *static_cast<volatile int*>(done) = (int)segment + 1;
-    }
+    if (chain) __threadfence();
+    __syncthreads();
+    if (chain && threadIdx.x == 0) *static_cast<volatile int*>(done) = (int)segment + 1;
     pass.end_segment(shared, (b * p.segments + segment) * p.channels + channel, owner);
   }
 }
@@ -727,7 +732,7 @@ HFR_KERNEL(HFR_BLOCKS_BACK) scan_backward_segments(HFR_PROBLEM, HFR_INPUT(grad_y
   HFR_DESCRIBE
   const View<T> grad = HFR_VIEW(grad_y);
   T* const grads[kMaxInputs] = {};
-  Backward pass(p, inputs, grad, nullptr, nullptr, grads, nullptr, nullptr);
+  Backward pass(p, inputs, grad, nullptr, nullptr, shared, grads, nullptr, nullptr);
   summarise_segments(p, shared, pass);
 }
 
@@ -740,7 +745,7 @@ scan_backward(HFR_PROBLEM, int* chain, Index columns, HFR_INPUT(grad_y), const S
   HFR_DESCRIBE
   const View<T> grad = HFR_VIEW(grad_y);
   T* const grads[kMaxInputs] = {grad0, grad1, grad2, grad3, grad4};
-  Backward pass(p, inputs, grad, h, initial, grads, totals, grad_times);
+  Backward pass(p, inputs, grad, h, initial, shared, grads, totals, grad_times);
   scan_segments(p, shared, pass, grad_final, grad_initial, chain, columns);
 }
 
