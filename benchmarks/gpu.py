@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -251,12 +253,13 @@ def measure_scan(b: Bench) -> None:
 
 
 def measure_long(b: Bench) -> None:
-    """One row, so that only time is left to fill the GPU with."""
-    shapes = [(1, 2048, 8)] if b.tiny else [(1, 2**20, 1024), (1, 2**20, 64), (1, 2**18, 256)]
-    for shape in shapes:
-        for dtype in (FLOAT, HALF):
-            what = f"linear_scan {shape} {_name(dtype)}"
-            b.attempt(what, lambda s=shape, d=dtype: _measure_scan(b, "long", "linear", linear_scan, s, d, _pair(b)))
+    """One row, or few, so that only time is left to fill the GPU with: as it is done, and the other way."""
+    shapes = [(1, 2048, 8)] if b.tiny else [(1, 2**20, 1024), (1, 2**20, 64), (1, 2**18, 256), (2, 4096, 512)]
+    other = "linear, read twice" if cuda.READ_ONCE else "linear, read once"
+    for shape, dtype, name in itertools.product(shapes, (FLOAT, HALF), ("linear", other)):
+        with mock.patch.object(cuda, "READ_ONCE", cuda.READ_ONCE ^ (name == other)):
+            what = f"{name} {shape} {_name(dtype)}"
+            b.attempt(what, lambda s=shape, d=dtype, n=name: _measure_scan(b, "long", n, linear_scan, s, d, _pair(b)))
 
 
 def cells_of(b: Bench) -> list[tuple[str, Callable, Callable, tuple[torch.dtype, ...]]]:

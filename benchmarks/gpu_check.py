@@ -42,6 +42,9 @@ SHAPES = [(1, 1, 1), (3, 1, 64), (3, 37, 33), (2, 300, 64), (5, 129, 520), (1, 4
 SMALL_SHAPES = [(2, 1, 5), (2, 70, 33), (1, 1030, 8)]
 # On a GPU of so few multiprocessors there are more blocks than run at once, and states pass from one to the other.
 CHAIN_SHAPE, FEW_MULTIPROCESSORS = (3, 1100, 192), 7
+# Rows too few to fill a GPU, where they are read once.
+ONCE_SHAPES = [(1, 4500, 16), (2, 2300, 7), (3, 9000, 64)]
+ONCE_GATELOOP = ("gateloop_polar_sigmoid", "gateloop_real_sigmoid")
 # (batch, length, channels, m)
 LONGHORN_SHAPES = [(3, 37, 33, 16), (2, 300, 70, 16), (1, 2100, 9, 5), (2, 65, 24, 64)]
 SMALL_LONGHORN_SHAPES = [(2, 21, 33, 16), (1, 1030, 5, 2)]
@@ -75,6 +78,15 @@ def _cases(small: bool) -> list[tuple[str, Callable[[str, torch.device], None]]]
         *((f"s5 {name}", _s5_case(name, CHAIN_SHAPE)) for name in S5),
     ]
     cases += [] if small else [(f"passed on, {name} {CHAIN_SHAPE}", _chain_case(check)) for name, check in chained]
+    for shape in [] if small else ONCE_SHAPES:
+        once = [
+            *((f"linear {dtype}", _scan_case(linear, 2, shape, dtype, True)) for dtype in (*DTYPES, torch.complex64)),
+            *((name, _scan_case(scan, count, shape, DTYPES[1], False)) for name, (scan, count) in CELLS.items()),
+            *((name, _scan_case(*GATELOOP_CELLS[name], shape, DTYPES[0], False, name)) for name in ONCE_GATELOOP),
+            ("constant coefficients", _constant_case(shape)),
+            *((f"s5 {name}", _s5_case(name, shape)) for name in S5),
+        ]
+        cases += [(f"read once, {name} {shape}", _once_case(check)) for name, check in once]
     for shape in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         for dtype in DTYPES:
             cases.append((f"longhorn {dtype} {shape}", _longhorn_case(shape, dtype)))
@@ -103,6 +115,10 @@ def _modules(small: bool, device: torch.device) -> set[cuda_kernels.Module]:
         chained = [("linear", DTYPES[0]), ("mingru_positive", DTYPES[1]), *scans[: 1 + len(S5)]]
         with mock.patch.object(cuda_kernels, "multiprocessors", lambda device: FEW_MULTIPROCESSORS):
             modules |= _modules_of(chained, [CHAIN_SHAPE], device)
+        once = [("linear", dtype) for dtype in (*DTYPES, torch.complex64)] + [(name, DTYPES[1]) for name in CELLS]
+        once += [(name, DTYPES[0]) for name in ONCE_GATELOOP] + scans[1 : 1 + len(S5)]
+        with mock.patch.object(cuda, "READ_ONCE", True):
+            modules |= _modules_of(once, ONCE_SHAPES, device)
     for *_, m in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         modules |= {longhorn_cuda.module_for(dtype, m) for dtype in DTYPES}
     for *_, d_k, d_v in SMALL_HEADS_SHAPES if small else HEADS_SHAPES:
@@ -134,6 +150,14 @@ def _chain_case(check):
             check(backend, device)
 
     return check_chained
+
+
+def _once_case(check):
+    def check_once(backend, device):
+        with mock.patch.object(cuda, "READ_ONCE", True):
+            check(backend, device)
+
+    return check_once
 
 
 def _constant_case(shape):

@@ -107,7 +107,7 @@ class Case:
 
     def module(self, plan: Plan) -> cuda_kernels.Module:
         with plan.in_use():
-            return cuda.module_for(self.cell.name, self.dtype, self.width, plan.row)
+            return cuda.module_for(self.cell.name, self.dtype, self.width, plan.row, cuda.READ_ONCE)
 
 
 def cases(b: gpu.Bench, patterns: list[str]) -> list[Case]:
@@ -194,7 +194,12 @@ def main(argv: list[str] | None = None) -> int:
         "--only", nargs="+", default=[], metavar="PATTERN", help="cases with one of these in their names"
     )
     parser.add_argument("--compile", metavar="ARCHITECTURE", help="only compile, for an architecture like sm_90")
-    parser.add_argument("--shape", nargs=3, type=int, default=(8, 4096, 1536), metavar=("B", "L", "D"))
+    parser.add_argument("--shape", nargs=3, type=int, metavar=("B", "L", "D"), help="(default 8 4096 1536)")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="of the kernels that read rows too few to fill the GPU once (shape: default 1 262144 1024)",
+    )
     parser.add_argument("--minutes", type=float, default=7.5, help="nothing is timed after (default 7.5)")
     parser.add_argument("--output", type=Path, default=gpu.ROOT / "benchmarks/results", help="folder of the results")
     arguments = parser.parse_args(argv)
@@ -204,31 +209,31 @@ def main(argv: list[str] | None = None) -> int:
     chosen = cases(b, arguments.only)
     if not chosen:
         parser.error(f"--only {' '.join(arguments.only)}: there are {', '.join(case.name for case in cases(b, []))}")
-    if arguments.compile:
-        compile_all(chosen, arguments.compile)
-        return 0
-    if (reason := cuda.unavailable_reason()) is not None:
-        parser.error(f"the CUDA kernels do not run here: {reason}")
-    compile_all(chosen, "sm_{}{}".format(*torch.cuda.get_device_capability(b.device)))
-    given = " ".join(sys.argv[1:] if argv is None else argv)
-    document = run(
-        b, chosen, tuple(arguments.shape), arguments.output, f"python benchmarks/gpu_tuning.py {given}".strip()
-    )
+    with mock.patch.object(cuda, "READ_ONCE", arguments.once):
+        if arguments.compile:
+            compile_all(chosen, arguments.compile)
+            return 0
+        if (reason := cuda.unavailable_reason()) is not None:
+            parser.error(f"the CUDA kernels do not run here: {reason}")
+        compile_all(chosen, "sm_{}{}".format(*torch.cuda.get_device_capability(b.device)))
+        given = " ".join(sys.argv[1:] if argv is None else argv)
+        shape = tuple(arguments.shape or ((1, 2**18, 1024) if arguments.once else (8, 4096, 1536)))
+        document = run(b, chosen, shape, arguments.output, f"python benchmarks/gpu_tuning.py {given}".strip())
     print(markdown(document))
     return 0
 
 
 def run(b: gpu.Bench, chosen: list[Case], shape: tuple[int, int, int], folder: Path, command: str) -> dict:
-    """Writes `folder`/<gpu>-tuning.json and .md after each case."""
+    """Writes `folder`/<gpu>-tuning.json and .md, or -tuning-once, after each case."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "machine": gpu.about(b.device), "shape": list(shape), "results": [], "seconds": 0.0}
-    stem = gpu.stem_of(document["machine"])
+    stem = gpu.stem_of(document["machine"]) + ("-tuning-once" if cuda.READ_ONCE else "-tuning")
     start = time.monotonic()
     for case in chosen:
         b.attempt(case.name, lambda case=case: document["results"].extend(measure(b, case, shape)))
         document["seconds"] = round(time.monotonic() - start, 1)
-        write_whole(folder / f"{stem}-tuning.json", json.dumps(document, indent=1) + "\n")
-        write_whole(folder / f"{stem}-tuning.md", markdown(document))
+        write_whole(folder / f"{stem}.json", json.dumps(document, indent=1) + "\n")
+        write_whole(folder / f"{stem}.md", markdown(document))
     return document
 
 

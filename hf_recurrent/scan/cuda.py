@@ -21,6 +21,9 @@ ROWS = (32, 16, 8)  # threads of a block side by side where their accesses are w
 ROW_OF_SINGLES = 32  # and where they are single
 _AS_GOOD = 0.95
 WIDEST = 32  # bytes of the states that a thread reads or writes at once
+# Whether rows too few to fill the GPU are read once, by blocks that take their tiles in turn, and not twice. That moves
+# 3/5 of the bytes forward, 5/7 backward, but has not been measured yet: benchmarks/gpu.py times both.
+READ_ONCE = False
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,14 @@ def _is_bound_by_memory(cell: Cell) -> bool:
 
 
 @functools.cache
-def module_for(cell: str, dtype: torch.dtype, width: int, row: int | None = None) -> Module:
-    """The kernels of one cell and dtype; `width` is 1 or WIDTHS' own, `row` the threads side by side in a block."""
+def module_for(cell: str, dtype: torch.dtype, width: int, row: int | None = None, once: bool = False) -> Module:
+    """The kernels of one cell and dtype; `width` is 1 or WIDTHS' own, `row` the threads side by side in a block, `once`
+    whether they are those for long rows that are read once."""
     storage, (ahead, back) = TYPES[dtype], _tunings(BY_NAME[cell], dtype, width)
     macros = {
         "CELL": BY_NAME[cell].kernel.replace("State", f"StateOf<{storage}>::type"), "TYPE": storage, "WIDTH": width,
         "THREADS": THREADS, "ROW": row or (ROWS[1] if width > 1 else ROW_OF_SINGLES), "STEPS": ahead.steps,
-        "BLOCKS": ahead.blocks, "STEPS_BACK": back.steps, "BLOCKS_BACK": back.blocks,
+        "BLOCKS": ahead.blocks, "STEPS_BACK": back.steps, "BLOCKS_BACK": back.blocks, "ONCE": int(once),
     }  # fmt: skip
     return Module("scan_cuda", tuple((f"HFR_{name}", str(value)) for name, value in macros.items()))
 
@@ -154,12 +158,29 @@ def row_for(cell: str, shape: torch.Size, width: int, at_once: int, multiprocess
 
 def division(
     cell: str, shape: torch.Size, dtype: torch.dtype, width: int, backward: bool, device: torch.device
-) -> tuple[Module, int, int]:
-    """The kernels, the blocks of channels, and the blocks that run at once."""
+) -> tuple[Module, int, int, int]:
+    """The kernels, the blocks of channels, the blocks that run at once, and the positions of a tile of kernels that
+    read long rows once, or 0."""
+    batch, length, channels = shape
     multiprocessors = cuda_kernels.multiprocessors(device)
-    at_once = multiprocessors * _tunings(BY_NAME[cell], dtype, width)[backward].blocks
+    tuning = _tunings(BY_NAME[cell], dtype, width)[backward]
+    at_once = multiprocessors * tuning.blocks
     row = row_for(cell, shape, width, at_once, multiprocessors) if width > 1 else ROW_OF_SINGLES
-    return module_for(cell, dtype, width, row), -(-shape[2] // (width * row)), at_once
+    blocks = -(-channels // (width * row))
+    once = READ_ONCE and cuda_kernels.segments_wanted(length, batch * blocks, multiprocessors) > 1
+    return module_for(cell, dtype, width, row, once), blocks, at_once, THREADS // row * tuning.steps if once else 0
+
+
+def _in_flow(described: list[int], length: int, size: int, against: bool) -> list[int]:
+    """A tensor's address and strides, as `describe` gives them, from the first position of the flow on, which goes
+    against the order in memory or with it; `size`: bytes of an element."""
+    address, batch_stride, stride, *others = described
+    return [address + (length - 1) * stride * size, batch_stride, -stride, *others] if against else described
+
+
+def _first(x: Tensor | None, against: bool) -> int:
+    """The address of the first position of the flow, of a contiguous (B, L, ...)."""
+    return 0 if x is None else _in_flow(describe(x)[:3], x.shape[1], x.element_size(), against)[0]
 
 
 def _scan(
@@ -176,12 +197,17 @@ def _scan(
     inputs, times = BY_NAME[cell].parted(inputs)
     dtype, channels = inputs[0].dtype, shape[2]
     width = width_for(shape, [*inputs, *others], [x for x in rows if x is not None])
-    module, blocks, at_once = division(cell, shape, dtype, width, backward, inputs[0].device)
-    described = [part for x in inputs for part in describe(x, shape)] + [0] * 4 * (MAX_INPUTS - len(inputs))
-    described += [0] * 3 if times is None else [times.data_ptr(), *times.stride()]
+    module, blocks, at_once, tile = division(cell, shape, dtype, width, backward, inputs[0].device)
+    against, length = reverse != backward, shape[1]
+    described = []
+    for x in inputs:
+        described += _in_flow(describe(x, shape), length, x.element_size(), against)
+    described += [0] * 4 * (MAX_INPUTS - len(inputs))
+    described += [0] * 3 if times is None else _in_flow(describe(times), length, times.element_size(), against)
+    described += [-1, -(channels // width)] if against else [1, channels // width]
     state_dtype = BY_NAME[cell].state_dtype(dtype)
     divided = module, THREADS, blocks, shape, (channels,), state_dtype, inputs[0].device, flags, reverse, described
-    return Scan(*divided, at_once)
+    return Scan(*divided, at_once, tile)
 
 
 def forward(
@@ -223,7 +249,8 @@ def run_forward(
         scan.grid = -(-given.numel() // THREADS), 1
         scan.run("scan_step", pointer(h), pointer(y), pointer(initial), pointer(final))
     else:
-        scan.run_forward("scan_forward", initial, final, pointer(scan.chain), scan.blocks, pointer(h), pointer(y))
+        written = _first(h, reverse), _first(y, reverse)
+        scan.run_forward("scan_forward", initial, final, pointer(scan.chain), scan.blocks, *written)
     return final
 
 
@@ -246,8 +273,10 @@ def backward(
     inputs, grad_y = [aligned(x) for x in inputs], aligned(grad_y)
     initial, grad_final = (None if x is None else aligned(x.contiguous()) for x in (initial_state, grad_final))
     scan = _scan(cell, grad_y.shape, inputs, [grad_y], [h], flags, reverse, True)
+    against = not reverse
+    grad_described = _in_flow(describe(grad_y), grad_y.shape[1], grad_y.element_size(), against)
     if scan.in_two_passes:
-        scan.run("scan_backward_segments", *describe(grad_y))
+        scan.run("scan_backward_segments", *grad_described)
     if sum_first:
         grads[0] = grads[0].new_empty(grad_y.shape[0], scan.segments, grad_y.shape[2])
     time_sums = None if grad_times is None else grad_times.new_empty(scan.blocks, *grad_times.shape)
@@ -256,14 +285,14 @@ def backward(
         "scan_backward",
         pointer(scan.chain),
         scan.blocks,
-        *describe(grad_y),
-        pointer(h),
+        *grad_described,
+        _first(h, against),
         pointer(initial),
         pointer(grad_final),
         pointer(grad_initial),
         pointer(grads[0]) if sum_first else 0,
-        0 if sum_first else pointer(grads[0]),
-        *(pointer(g) for g in grads[1:]),
+        0 if sum_first else _first(grads[0], against),
+        *(_first(g, against) for g in grads[1:]),
         *[0] * (MAX_INPUTS - len(grads)),
         pointer(time_sums),
     )

@@ -248,6 +248,7 @@ class Scan:
         state, state_dtype: the shape of one row's state, and what it is carried in.
         inputs: as `describe` gives them, one after the other.
         at_once: the blocks that the GPU runs at once, where the kernels can pass a state from block to block; else 0.
+        tile: positions of a tile, where the kernels are those that read rows too few to fill the GPU once; else 0.
     """
 
     def __init__(
@@ -263,23 +264,31 @@ class Scan:
         reverse: bool,
         inputs: Sequence[int],
         at_once: int = 0,
+        tile: int = 0,
     ):
         batch, length, _ = shape
         self.module, self.threads, self.blocks, self.device = module, threads, blocks, device
         self.segments, size = segments_of(length, blocks * batch, device)
         self.grid = blocks, min(batch * self.segments, MAX_GRID_Y)
-        self.chain = None
-        if at_once and (links := links_of(length, blocks * batch, at_once)) > 1:
+        self.chain, self.once = None, tile > 0
+        if self.once:
+            self.segments, size = -(-length // tile), tile
+            self.grid = blocks, batch * min(at_once // (batch * blocks), self.segments)
+            self.chain = torch.zeros(batch * blocks * (1 + self.segments), dtype=torch.int32, device=device)
+        elif at_once and (links := links_of(length, blocks * batch, at_once)) > 1:
             self.segments, size = links, _size(length, links)
             self.grid = at_once, 1
             self.chain = torch.zeros(1 + blocks * batch, dtype=torch.int32, device=device)
         self.in_two_passes = self.segments > 1 and self.chain is None
         # What each segment makes of a state or, in backward, of its gradient. Held until the kernels are launched; the
         # memory is then reused in the order of the stream.
-        rows = self.segments if self.in_two_passes else 0
-        self.summaries = torch.empty(2, rows, batch, *state, dtype=state_dtype, device=device)
-        self.cuts = torch.empty(rows, batch, dtype=torch.uint8, device=device)
-        summaries = (pointer(x) for x in (*self.summaries, self.cuts))
+        rows = self.segments if self.in_two_passes or self.once else 0
+        products, sums = torch.empty(2, rows, batch, *state, dtype=state_dtype, device=device)
+        if self.once:  # 16 bytes for 8 of a product and a sum, the others say whether they are there; and what leaves
+            packets = rows, batch, *state, 2 * state_dtype.itemsize // 8, 2
+            products = torch.zeros(packets, dtype=torch.int64, device=device)
+        self.summaries = products, sums, torch.empty(rows, batch, dtype=torch.uint8, device=device)
+        summaries = map(pointer, self.summaries)
         self.shared = [*shape, int(reverse), pointer(flags), self.segments, size, *summaries, *inputs]
 
     def run(self, entry: str, *arguments: int) -> None:
@@ -289,6 +298,7 @@ class Scan:
         """`entry`, which takes `arguments`, the initial and the final state; before it, its summaries of segments."""
         if self.in_two_passes:
             self.run(f"{entry}_segments")
+        if self.in_two_passes or self.once:
             if initial is not None and final is not None and initial.data_ptr() == final.data_ptr():
                 initial = initial.clone()  # which blocks that are still to come must read
         self.run(entry, *arguments, pointer(initial), pointer(final))

@@ -2,6 +2,8 @@ import pytest
 import torch
 from cuda_host import Host
 
+from hf_recurrent.scan import cuda
+
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs():
@@ -29,4 +31,12 @@ def host(monkeypatch, folder):
     torch.manual_seed(0)
     host = Host(folder)
     host.install(monkeypatch.setattr)
+    return host
+
+
+@pytest.fixture
+def once(host, monkeypatch):
+    """The same, where rows too few to fill a GPU are read once, four of several blocks of a row side by side."""
+    monkeypatch.setattr(cuda, "READ_ONCE", True)
+    host.multiprocessors, host.resident, host.seed = 9, 4, 1
     return host

@@ -26,19 +26,25 @@ ENTRIES = {
 }
 
 
+def _entries(module: cuda_kernels.Module) -> list[str]:
+    once = ("HFR_ONCE", "1") in module.macros
+    return ["scan_forward", "scan_backward"] if once else ENTRIES[module.stem]
+
+
 def build(module: cuda_kernels.Module, folder: Path, flags: list[str]) -> ctypes.CDLL:
     """One library for each module, made once."""
     library = folder / f"{abs(hash(module))}.so"
     if not library.exists():
         source = library.with_suffix(".cpp")
         cases = "".join(
-            f'  if (!strcmp(entry, "{entry}")) return shim::launch({entry}, x, y, threads, reversed, v);\n'
-            for entry in ENTRIES[module.stem]
+            f'  if (!strcmp(entry, "{entry}"))\n'
+            f"    return shim::launch({entry}, x, y, threads, reversed, resident, seed, v);\n"
+            for entry in _entries(module)
         )
         source.write_text(
             f'#include "host_shim.h"\n#include "{module.stem}.cu"\ntypedef long long Int;\n'
-            'extern "C" void run(const char* entry, Int x, Int y, Int threads, int reversed, const Int* v) {\n'
-            f'{cases}  shim::fail("no such kernel");\n}}\n'
+            'extern "C" void run(const char* entry, Int x, Int y, Int threads, Int reversed, Int resident, Int seed,\n'
+            f'                    const Int* v) {{\n{cases}  shim::fail("no such kernel");\n}}\n'
         )
         macros = [f"-D{name}={value}" for name, value in module.macros]
         command = [*cpu._compiler(), *FLAGS, *flags, f"-I{kernel_cache.SOURCES}", *macros, "-o", library, source]
@@ -48,21 +54,24 @@ def build(module: cuda_kernels.Module, folder: Path, flags: list[str]) -> ctypes
 
 
 class Host:
-    """In the place of `cuda_kernels.launch`. `multiprocessors` of 1 keeps time in one segment, more splits it."""
+    """In the place of `cuda_kernels.launch`. `multiprocessors` of 1 keeps time in one segment, more splits it. With a
+    `seed`, `resident` blocks run side by side, in any order."""
 
     def __init__(self, folder: Path, flags: list[str] = UNDEFINED):
         self.folder, self.flags = folder, flags
         self.multiprocessors = 1
         self.reversed = False
+        self.resident, self.seed = 1, 0
         self.launched: list[str] = []
 
     def launch(self, module, entry, device, grid, threads, arguments) -> None:
         self.launched.append(entry)
         # At most two rows of blocks, so that the blocks' loop over the batch is walked too.
-        x, y = grid[0], min(grid[1], 2)
+        x, y = grid[0], grid[1] if self.seed else min(grid[1], 2)
         values = (ctypes.c_longlong * len(arguments))(*arguments)
         function = build(module, self.folder, self.flags).run
-        function(entry.encode(), *map(ctypes.c_longlong, (x, y, threads)), int(self.reversed), values)
+        numbers = x, y, threads, self.reversed, self.resident, self.seed
+        function(entry.encode(), *map(ctypes.c_longlong, numbers), values)
 
     def install(self, patch) -> None:
         """Lets the CUDA backend serve CPU tensors: all runs but the launch itself. `patch(object, name, value)`."""

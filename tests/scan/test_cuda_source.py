@@ -57,17 +57,18 @@ def check_report(module, architecture):
     return dict(zip((kernel for kernel, _ in kernels), registers, strict=True)), _ptx(programs[0])
 
 
-def check_scan(name, dtype, narrow, architecture, row=None):
+def check_scan(name, dtype, narrow, architecture, row=None, once=False):
     """A cell's kernels: as many blocks fit onto a multiprocessor as is said, and they write in accesses as wide as
     those that read."""
     cell, width = cells.BY_NAME[name], 1 if narrow else cuda.WIDTHS[dtype.itemsize]
-    registers, ptx = check_report(cuda.module_for(name, dtype, width, row), architecture)
-    assert len(registers) == 5
+    registers, ptx = check_report(cuda.module_for(name, dtype, width, row, once), architecture)
+    assert len(registers) == (2 if once else 5)
     ahead, back = cuda._tunings(cell, dtype, width)
     for kernel, tuning in (("scan_forward", ahead), ("scan_backward", back)):
         assert registers[kernel] * cuda.THREADS * tuning.blocks <= 65536  # the registers of a multiprocessor
     if width > 1:  # one by one: a segment's final state, sums over its positions, and over channels, on both ways
         parts, sums = 2 if cell.state_dtype(dtype).is_complex else 1, 2 * back.steps * cell.timed
+        parts *= 1 + once  # and what leaves a tile
         for kernel, most in (("scan_forward", parts), ("scan_backward", 2 * parts + sums)):
             one_by_one = re.findall(r"\bst\.global\.(?!v\d)[.\w]+", ptx[kernel])
             assert len(one_by_one) <= most, f"{kernel}: {one_by_one}"
@@ -92,6 +93,11 @@ def _ptx(program):
 )
 def test_scan_compiles_without_spills(cell, dtype, narrow, architecture):
     check_scan(cell, dtype, narrow, architecture)
+
+
+@pytest.mark.parametrize("cell, dtype", WIDE, ids=str)
+def test_reading_once_compiles_without_spills(cell, dtype):
+    check_scan(cell, dtype, False, "sm_90", once=True)
 
 
 @pytest.mark.parametrize("row", [row for row in cuda.ROWS if row != 16])
@@ -175,6 +181,94 @@ def test_states_that_pass_from_block_to_block(host):
 
 def test_a_state_updated_in_place_passes_from_block_to_block(host):
     host.multiprocessors = 2
+    a, b = coefficients(3, 1100, 64, dtype=torch.float32), random(3, 1100, 64, dtype=torch.float32)
+    state = random(3, 64, dtype=torch.float32)
+    want = linear_scan(a, b, state, backend="reference")
+    with torch.no_grad():
+        h, final = linear_scan(a, b, state, update_state=True, backend="cpu")
+    assert final.data_ptr() == state.data_ptr()
+    torch.testing.assert_close((h, final), want, rtol=1e-4, atol=1e-4)
+
+
+# ---- rows too few to fill a GPU, read once ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell, dtype", WIDE, ids=str)
+def test_bodies_that_read_once(once, cell, dtype):
+    scan, count = {"linear": (linear, 2), **CELLS}[cell]
+    state_dtype = torch.promote_types(dtype, torch.float32)
+    for shape in [(1, 1100, 16), (2, 1090, 72)]:
+        first = coefficients if cell == "linear" else random
+        inputs = first(*shape, dtype=dtype), *(random(*shape, dtype=dtype) for _ in range(count - 1))
+        mask, reset = mask_and_reset(*shape[:2])
+        state = random(shape[0], shape[2], dtype=state_dtype)
+        compare(scan, inputs, None, backend="cpu")
+        for reverse in (False, True):
+            compare(scan, inputs, state, backend="cpu", mask=mask, reset=reset, reverse=reverse)
+    assert set(once.launched) == {"scan_forward", "scan_backward"}
+
+
+def test_no_bit_depends_on_which_block_takes_a_tile(once):
+    """Nor on how many there are, in which order they run, or how many of them side by side; nor does one that waits
+    keep others from what it waits for."""
+    for shape in [(1, 2100, 33), (2, 1100, 64)]:
+        inputs = [random(*shape, dtype=torch.float32) for _ in range(2)]
+        state = random(shape[0], shape[2], dtype=torch.float32)
+        weights = random(*shape, dtype=torch.float64), random(shape[0], shape[2], dtype=torch.float64)
+        results = []
+        for run_of in [(9, 1, 0, False), (9, 1, 0, True), (9, 1, 1, False), (9, 2, 2, False), (20, 16, 3, True)]:
+            once.multiprocessors, once.resident, once.seed, once.reversed = run_of
+            results.append(run(mingru_positive, inputs, state, weights, backend="cpu"))
+        for other in results[1:]:
+            for x, y in zip(results[0], other, strict=True):
+                assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_constant_coefficients_read_once(once, dtype):
+    """Their gradient is summed over each tile, and then over tiles: no bit depends on who takes which."""
+    inputs = 0.99 * coefficients(16, dtype=dtype), random(1, 1100, 16, dtype=dtype)
+    state = random(1, 16, dtype=dtype)
+    compare(linear, inputs, state, backend="cpu")
+    weights = random(1, 1100, 16, dtype=dtype), random(1, 16, dtype=dtype)
+    results = []
+    for once.seed in (1, 2):
+        results.append(run(linear, inputs, state, weights, backend="cpu"))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_read_once(once, bad, reverse):
+    """The state passes from tile to tile there, whichever blocks have them: an infinity stays one, though the products
+    of the tiles after it are zero."""
+    length = 1100
+    a, b = torch.full((1, length, 16), 0.3), random(1, length, 16, dtype=torch.float32)
+    b[0, 700, 3] = bad
+    for once.seed, once.resident in [(0, 1), (1, 3), (2, 9)]:
+        for reset in (None, torch.arange(length)[None] == 800, torch.arange(length)[None] == 650):
+            got = linear_scan(a, b, reset=reset, reverse=reverse, backend="cpu")
+            want = linear_scan(a, b, reset=reset, reverse=reverse, backend="reference")
+            torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def test_products_that_overflow_read_once(once):
+    """That of one tile of 128 does, and with it what is folded of all after it, which the state does not."""
+    a, b = torch.ones(1, 1024, 16), torch.zeros(1, 1024, 16)
+    a[:, 256:384], a[:, 384:512] = 3, 1 / 3
+    results = []
+    for once.seed, once.resident in [(0, 1), (1, 3), (2, 9)]:
+        for initial in (None, torch.full((1, 16), 1e-30)):
+            got = linear_scan(a, b, initial, backend="cpu")
+            want = linear_scan(a, b, initial, backend="reference")
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+        results.append(got)
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+def test_a_state_updated_in_place_read_once(once):
     a, b = coefficients(3, 1100, 64, dtype=torch.float32), random(3, 1100, 64, dtype=torch.float32)
     state = random(3, 64, dtype=torch.float32)
     want = linear_scan(a, b, state, backend="reference")

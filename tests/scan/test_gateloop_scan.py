@@ -242,6 +242,12 @@ def test_bodies_against_the_oracle(host, name, dtype):
         assert ("scan_backward_segments" in host.launched) == (multiprocessors > 1)
 
 
+@pytest.mark.parametrize("name, dtype", [(POLAR, torch.bfloat16), (REAL, torch.float32)], ids=str)
+def test_bodies_that_read_once(once, name, dtype):
+    check(name, (1, 1100, 12), dtype, "cpu")
+    assert set(once.launched) == {"scan_forward", "scan_backward"}
+
+
 def test_no_race(host):
     """The order in which the threads of a block come to run between two barriers changes no bit."""
     for shape, multiprocessors in [((2, 70, 40), 1), ((1, 1100, 12), 5)]:

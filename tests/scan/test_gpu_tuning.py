@@ -61,6 +61,14 @@ def test_a_run(tuning, host, tmp_path, monkeypatch):
     assert f"128 threads, {plans[0].row} side by side, {plans[0].ahead.steps} steps" in table
 
 
+def test_what_reads_once_has_kernels_of_its_own(tuning, monkeypatch):
+    b = tuning.gpu.Bench(torch.device("cpu"), False, 1.0)
+    [case] = tuning.cases(b, ["mingru_positive bfloat16"])
+    twice = {case.module(plan) for plan in case.plans()}
+    monkeypatch.setattr(cuda, "READ_ONCE", True)
+    assert not twice & {case.module(plan) for plan in case.plans()}
+
+
 def test_bad_input_is_said(tuning, capsys):
     with pytest.raises(SystemExit):
         tuning.main(["--compile", "sm_90", "--only", "mamba"])

@@ -374,6 +374,11 @@ def test_bodies_against_the_equations(host):
         assert ("scan_backward_segments" in host.launched) == (multiprocessors > 1)
 
 
+def test_bodies_that_read_once(once):
+    check("zoh", (1, 1100, 12), SINGLE)
+    assert set(once.launched) == {"scan_forward", "scan_backward"}
+
+
 def test_no_race(host):
     """The order in which the threads of a block come to run between two barriers changes no bit."""
     for shape, multiprocessors in [((2, 70, 40), 1), ((1, 1100, 12), 5)]:

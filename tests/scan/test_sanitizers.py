@@ -127,13 +127,15 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 from cuda_host import Host
-from hf_recurrent.scan import gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan, s5_scan
+from hf_recurrent.scan import cuda, gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan, s5_scan
 torch.set_num_threads(1)
 torch.manual_seed(0)
 host = Host(Path(sys.argv[2]), ["-O0"])
 host.install(setattr)
-for multiprocessors, shape in [(1, (2, 1, 5)), (1, (2, 70, 33)), (4, (1, 1027, 12))]:
+for multiprocessors, shape in [(1, (2, 1, 5)), (1, (2, 70, 33)), (4, (1, 1027, 12)), (9, (1, 1027, 12))]:
     host.multiprocessors = multiprocessors
+    cuda.READ_ONCE = multiprocessors == 9
+    host.seed, host.resident = (1, 3) if cuda.READ_ONCE else (0, 1)
     batch, length, channels = shape
     masks = {"mask": torch.rand(batch, length) < 0.8, "reset": torch.rand(batch, length) < 0.1}
     for option in [{}, {**masks, "reverse": True}]:
@@ -148,6 +150,8 @@ for multiprocessors, shape in [(1, (2, 1, 5)), (1, (2, 70, 33)), (4, (1, 1027, 1
         z = torch.randn(batch, channels, dtype=torch.complex64)
         gradients(gateloop_scan, a, b, a, b, a, z)
         gradients(s5_scan, torch.complex(a, b), -z[0].abs() + 0j, torch.rand(batch, length), z)
+        if cuda.READ_ONCE:
+            continue
         k = torch.randn(batch, length, 3)
         gradients(longhorn_scan, b, a, k, k, torch.randn(batch, channels, 3))
         d_k, d_v = (4, 4) if length > 1000 else (3, 100)  # wide accesses; padded, in slices, with checkpoints filled in

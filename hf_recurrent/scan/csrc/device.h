@@ -4,13 +4,13 @@
 //
 // Where the blocks are too few to fill the GPU, time is also split into segments of whole tiles, by reduce-then-scan: one
 // kernel finds what each segment makes of the state that enters it, and the blocks of the next put together what entered
-// theirs. The inputs are then read twice: (2 + 3) / 3 of the bytes forward, (2 + 5) / 5 backward. One pass with decoupled
-// look-back would read them once, but it adds up in the order in which blocks happen to finish, and its blocks wait for each
-// other; so bytes are saved by splitting only where it pays. A block has 32 KiB in flight, and memory of 4 TB/s that answers
-// after 0.8 us needs 3.2 MB in flight, 100 blocks: on 132 multiprocessors. Fewer blocks reach their share of that; 5/3 of the
-// bytes at full speed is the better bargain below 60 blocks. So: where there is less than half a block for each
-// multiprocessor (hf_recurrent.scan.cuda_kernels). One row of 1024 channels in 128 narrow blocks, each of 8 channels and read
-// once, was measured on an H200: 0.64 of the copy's speed in float32 and 0.46 in bfloat16, where two passes reach 0.61 and 0.60.
+// theirs. The inputs are then read twice: (2 + 3) / 3 of the bytes forward, (2 + 5) / 5 backward; so time is split only where
+// that pays. A block has 32 KiB in flight, and memory of 4 TB/s that answers after 0.8 us needs 3.2 MB in flight, 100 blocks:
+// on 132 multiprocessors. Fewer blocks reach their share of that; 5/3 of the bytes at full speed is the better bargain below
+// 60 blocks. So: where there is less than half a block for each multiprocessor (hf_recurrent.scan.cuda_kernels). One row of
+// 1024 channels in 128 narrow blocks, each of 8 channels and read once, was measured on an H200: 0.64 of the copy's speed in
+// float32 and 0.46 in bfloat16, where two passes reach 0.61 and 0.60. scan_cuda.cu can also read such rows once, in tiles that
+// many blocks take in turn (HFR_ONCE), which has not been measured yet.
 #pragma once
 #include "cells.h"
 

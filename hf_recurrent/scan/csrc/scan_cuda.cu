@@ -13,7 +13,7 @@
 // channels to a thread, so that an access has 16 bytes (8 for 16-bit types, whose blocks would otherwise be too few), or 1
 // where strides or alignment do not allow that; for HFR_THREADS of a block, HFR_ROW of them side by side, and for so many
 // positions of a thread, HFR_STEPS, and blocks of a multiprocessor, HFR_BLOCKS, forward, and HFR_STEPS_BACK and
-// HFR_BLOCKS_BACK backward (hf_recurrent.scan.cuda chooses them).
+// HFR_BLOCKS_BACK backward (hf_recurrent.scan.cuda chooses them); and with HFR_ONCE for long rows that are read once.
 #include "device.h"
 
 using namespace hfr;
@@ -74,21 +74,28 @@ constexpr int kInputs = Cell::inputs;
 constexpr int kNumbers = kInputs + 2 * Cell::timed, kGradients = kInputs + Cell::timed;
 constexpr int kFirstRead = Cell::timed;  // of the inputs: the one before it has no length
 constexpr int kMaxInputs = 5;
+constexpr bool kOnce = HFR_ONCE;
 
 typedef Packed<T, kWidth> Numbers;
 typedef Packed<Saved, kWidth> SavedNumbers;
 typedef Vector<State, kWidth> States;
 
+// All that is read or written lies in the order of the flow, from its first position on, with a negative stride where that is
+// the last one in memory; but flags and the gradients of times, of which `along`, 1 or -1, says which way the flow goes.
 struct Problem : Scan<State> {
   const Real* times;  // of a timed cell: (batch, length), strides in elements
   Index times_b, times_l;
+  Index along, next;  // next: from a position to the next one of what is written, in packs
+
+  HFR_DEVICE Index in_memory(Index flow) const { return along < 0 ? length - 1 - flow : flow; }
 };
 
 struct alignas(16) Shared {
   State products[kParts][kChannels], sums[kParts][kChannels], entering[kParts][kChannels];
   State initial[kChannels];  // of a backward scan
-  bool cuts[kParts];
-  int ticket;
+  State others[kOnce ? kParts : 1][kChannels], prefix[kOnce ? kChannels : 1];
+  bool cuts[kParts], others_cuts[kOnce ? kParts : 1];
+  int tickets[2];
 };
 
 constexpr bool kKeeps = !Cell::first_may_be_constant || Cell::timed;  // coefficients, that are more than the inputs themselves
@@ -156,7 +163,7 @@ struct Values {
 };
 
 // This thread's, of a block that has the channels of `column`.
-HFR_DEVICE Index first_channel(Index column) { return column * kChannels + threadIdx.x % kRow * kWidth; }
+HFR_DEVICE unsigned first_channel(unsigned column) { return column * kChannels + threadIdx.x % kRow * kWidth; }
 
 // Whether all gates are within kWithin, or NaN, of which nothing else comes; of a timed cell, its times and rates.
 template <int steps, int inputs>
@@ -184,31 +191,26 @@ HFR_DEVICE bool all_within(const Inputs<inputs> (&read)[steps], const Rates& rat
 template <int inputs>
 struct Reader {
   const T* at[inputs];
-  Index step[inputs];  // from one position to the next in the flow, in elements
   const Real* times;
-  Index times_step;
 
-  HFR_DEVICE Reader(const Problem& p, const View<T> (&views)[kMaxInputs], Index b, Index t, Index d, Index sign) {
+  HFR_DEVICE void start(const Problem& p, const View<T> (&views)[kMaxInputs], Index b, Index flow, Index d) {
 #pragma unroll
-    for (int k = kFirstRead; k < inputs; ++k) {
-      at[k] = views[k].data + b * views[k].b + t * views[k].l + d * views[k].d;
-      step[k] = sign * views[k].l;
-    }
-    if (Cell::timed) times = p.times + b * p.times_b + t * p.times_l, times_step = sign * p.times_l;
+    for (int k = kFirstRead; k < inputs; ++k) at[k] = views[k].data + b * views[k].b + flow * views[k].l + d * views[k].d;
+    if (Cell::timed) times = p.times + b * p.times_b + flow * p.times_l;
   }
 
   // Reads a position, and goes on to the next.
-  HFR_DEVICE void fetch(Inputs<inputs>& to) {
+  HFR_DEVICE void fetch(const Problem& p, const View<T> (&views)[kMaxInputs], Inputs<inputs>& to) {
 #pragma unroll
     for (int k = kFirstRead; k < inputs; ++k) to.x[k].read(at[k]);
     if (Cell::timed) to.time = *times;
-    skip(1);
+    skip(p, views, 1);
   }
 
-  HFR_DEVICE void skip(int steps) {
+  HFR_DEVICE void skip(const Problem& p, const View<T> (&views)[kMaxInputs], int steps) {
 #pragma unroll
-    for (int k = kFirstRead; k < inputs; ++k) at[k] += steps * step[k];
-    if (Cell::timed) times += steps * times_step;
+    for (int k = kFirstRead; k < inputs; ++k) at[k] += steps * views[k].l;
+    if (Cell::timed) times += steps * p.times_l;
   }
 };
 
@@ -267,28 +269,23 @@ struct Forward {
   const View<T> (&inputs)[kMaxInputs];
   Saved* h;  // may be null where y is given
   T* y;      // null where h is what is given
-  Index b = 0, d = 0, column = 0;
+  unsigned b = 0, d = 0, column = 0;  // there are fewer than 2^31 of each, as of segments, and registers are few
   Rates rates;
   Reader<kInputs> reader;
-  Index out, out_step;  // of this tile's first position in what is written, in packs
+  Index out;  // this tile's first position in what is written, in packs
   State a[kKeeps ? kSteps : 1][kWidth], c[kKeeps ? kSteps : 1][kWidth];
 
   HFR_DEVICE Forward(const Problem& p, const View<T> (&inputs)[kMaxInputs], Saved* h, T* y)
-      : p(p), inputs(inputs), h(h), y(y), reader(p, inputs, 0, 0, 0, 0) {}
+      : p(p), inputs(inputs), h(h), y(y) {}
 
-  HFR_DEVICE void place(Index row, Index channels) {
+  HFR_DEVICE void place(unsigned row, unsigned channels) {
     b = row, column = channels, d = first_channel(channels);
     rates.set(inputs[0], d, p.channels);
   }
 
-  HFR_DEVICE Index position(Index flow) const { return p.reverse ? p.length - 1 - flow : flow; }
+  HFR_DEVICE void start_reading(Index flow) { reader.start(p, inputs, b, flow, d); }
 
-  HFR_DEVICE void start(Index flow) {
-    const Index t = position(flow), sign = p.reverse ? -1 : 1;
-    reader = Reader<kInputs>(p, inputs, b, t, d, sign);
-    out = ((b * p.length + t) * p.channels + d) / kWidth;
-    out_step = sign * p.channels / kWidth;
-  }
+  HFR_DEVICE void start_writing(Index flow) { out = (b * p.length * p.channels + d) / kWidth + flow * p.next; }
 
   HFR_DEVICE void end_segment(Shared&, Index, bool) {}
 
@@ -297,20 +294,20 @@ struct Forward {
     raw.whole = d < p.channels && flow + kSteps <= end;
     if (raw.whole) {
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) reader.fetch(raw.x[i]);
+      for (int i = 0; i < kSteps; ++i) reader.fetch(p, inputs, raw.x[i]);
     } else {
       raw = {};
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         if (d < p.channels && flow + i < end) {
-          reader.fetch(raw.x[i]);
+          reader.fetch(p, inputs, raw.x[i]);
         } else {
-          reader.skip(1);
+          reader.skip(p, inputs, 1);
         }
       }
     }
-    if (p.flags) raw.flags.fetch(p.flags + b * p.length + position(flow), p.reverse ? -1 : 1, flow, end);
-    reader.skip(tile - kSteps);
+    if (p.flags) raw.flags.fetch(p.flags + b * p.length + p.in_memory(flow), p.along, flow, end);
+    reader.skip(p, inputs, tile - kSteps);
   }
 
   // Finds those of the i-th position; returns where they are.
@@ -354,13 +351,13 @@ struct Forward {
         if constexpr (Cell::reads) given[j] = Cell::read(Values(raw.x[i], rates, j).x, state.v[j]);
       }
       if (!plain && flow + i < begin) continue;
-      const Index to = out + i * out_step;
+      const Index to = out + i * p.next;
       if constexpr (Cell::reads) Numbers(given).write(y, to);
       if (!Cell::reads || h) SavedNumbers(state.v).write(h, to);
     }
   }
 
-  HFR_DEVICE void skip(int steps) { out += steps * out_step; }
+  HFR_DEVICE void skip(int steps) { out += steps * p.next; }
 };
 
 // The flow is against time: g = carry + what comes from grad_y, and the cell's backward makes the next carry, conj(a) g.
@@ -386,44 +383,41 @@ struct Backward {
   T* const (&grads)[kMaxInputs];
   State* totals;
   Real* grad_times;  // (blocks of channels, batch, length): the sums over each block's channels
-  Index b = 0, d = 0, column = 0;
+  unsigned b = 0, d = 0, column = 0;
   Rates rates;
   Reader<kRead> reader;
   const T* grad_at;
-  Index grad_step;
-  Index out, out_step;  // of this tile's first position in what is written, in packs
-  Index before;         // of the position before the next tile's first in h, likewise
+  Index out;  // this tile's first position in what is written, in packs
+  Index before;  // of the position before the next tile's first in h, likewise
   States total;         // of the gradient of inputs[0], where it is constant over time
   typename KeptBy<Cell>::type kept[Cell::timed ? kSteps : 1][kWidth];  // of these positions, by the summary
 
   HFR_DEVICE Backward(const Problem& p, const View<T> (&inputs)[kMaxInputs], const View<T>& grad_y, const Saved* h,
                       const State* initial, Shared& shared, T* const (&grads)[kMaxInputs], State* totals, Real* grad_times)
       : p(p), inputs(inputs), grad_y(grad_y), h(h), initial(initial), initial_here(shared.initial), grads(grads),
-        totals(totals), grad_times(grad_times), reader(p, inputs, 0, 0, 0, 0) {
+        totals(totals), grad_times(grad_times) {
     fill(total.v, State(0));
   }
 
-  // All of the block have finished what they did elsewhere.
-  HFR_DEVICE void place(Index row, Index channels) {
+  HFR_DEVICE void place(unsigned row, unsigned channels) {
     b = row, column = channels, d = first_channel(channels);
     rates.set(inputs[0], d, p.channels);
-    const Index channel = column * kChannels + threadIdx.x;
+    const unsigned channel = column * kChannels + threadIdx.x;
+    __syncthreads();  // others may still look at those of another place
     if (threadIdx.x < kChannels) {
       initial_here[threadIdx.x] = initial && channel < p.channels ? initial[b * p.channels + channel] : State(0);
     }
   }
 
-  HFR_DEVICE Index position(Index flow) const { return p.reverse ? flow : p.length - 1 - flow; }
+  HFR_DEVICE Index pack(Index flow) const { return (b * p.length * p.channels + d) / kWidth + flow * p.next; }
 
-  HFR_DEVICE void start(Index flow) {
-    const Index t = position(flow), sign = p.reverse ? 1 : -1;
-    reader = Reader<kRead>(p, inputs, b, t, d, sign);
-    grad_at = grad_y.data + b * grad_y.b + t * grad_y.l + d * grad_y.d;
-    grad_step = sign * grad_y.l;
-    out = ((b * p.length + t) * p.channels + d) / kWidth;
-    out_step = sign * p.channels / kWidth;
-    before = out + out_step;
+  HFR_DEVICE void start_reading(Index flow) {
+    reader.start(p, inputs, b, flow, d);
+    grad_at = grad_y.data + b * grad_y.b + flow * grad_y.l + d * grad_y.d;
+    before = pack(flow + 1);
   }
+
+  HFR_DEVICE void start_writing(Index flow) { out = pack(flow); }
 
   HFR_DEVICE void end_segment(Shared& shared, Index at, bool owner) {
     if (!totals) return;
@@ -441,29 +435,29 @@ struct Backward {
     if (raw.whole) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        reader.fetch(raw.x[i]);
+        reader.fetch(p, inputs, raw.x[i]);
         raw.grad[i].read(grad_at);
         if (h) raw.before[i].read(h, before);  // a summary needs no h
-        grad_at += grad_step, before += out_step;
+        grad_at += grad_y.l, before += p.next;
       }
     } else {
       raw = {};
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         if (d < p.channels && flow + i < end) {
-          reader.fetch(raw.x[i]);
+          reader.fetch(p, inputs, raw.x[i]);
           raw.grad[i].read(grad_at);
           if (h && flow + i + 1 < p.length) raw.before[i].read(h, before);
         } else {
-          reader.skip(1);
+          reader.skip(p, inputs, 1);
         }
-        grad_at += grad_step, before += out_step;
+        grad_at += grad_y.l, before += p.next;
       }
     }
-    if (p.flags) raw.flags.fetch(p.flags + b * p.length + position(flow), p.reverse ? 1 : -1, flow, end);
-    reader.skip(tile - kSteps);
-    grad_at += (tile - kSteps) * grad_step;
-    before += (tile - kSteps) * out_step;
+    if (p.flags) raw.flags.fetch(p.flags + b * p.length + p.in_memory(flow), p.along, flow, end);
+    reader.skip(p, inputs, tile - kSteps);
+    grad_at += (tile - kSteps) * grad_y.l;
+    before += (tile - kSteps) * p.next;
   }
 
   template <bool plain>
@@ -508,7 +502,7 @@ struct Backward {
 #pragma unroll
     for (int lanes = 1; lanes < kRow; lanes *= 2) of_time += __shfl_xor_sync(0xffffffffu, of_time, lanes);
     if (threadIdx.x % kRow == 0 && at >= begin && at < end) {
-      grad_times[(column * p.batch + b) * p.length + position(at)] = of_time;
+      grad_times[(column * p.batch + b) * p.length + p.in_memory(at)] = of_time;
     }
   }
 
@@ -542,7 +536,7 @@ struct Backward {
       for (int k = 0; k < kInputs; ++k) grad[k][j] = dx[k];
     }
     if (!plain && at < begin) return of_time;
-    const Index to = out + i * out_step;
+    const Index to = out + i * p.next;
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
       if (k > 0 || !totals) Numbers(grad[k]).write(grads[k], to);
@@ -550,10 +544,68 @@ struct Backward {
     return of_time;
   }
 
-  HFR_DEVICE void skip(int steps) { out += steps * out_step; }
+  HFR_DEVICE void skip(int steps) { out += steps * p.next; }
 };
 
 // ---- the walk of a block over its segment ----------------------------------------------------------------------------
+
+// What all threads know of a tile, or each of its positions there.
+struct Tile {
+  Marks marks;
+  bool plain, cuts;
+};
+
+// Puts into `shared` what each thread's positions make of a state. `flow`: this thread's first one.
+template <class Pass>
+HFR_DEVICE Tile summarise_tile(Pass& pass, Shared& shared, const typename Pass::Raw& now, Index flow, Index begin, Index end) {
+  constexpr int kSteps = Pass::kSteps;
+  const int column = threadIdx.x % kRow, part = threadIdx.x / kRow;
+  Tile tile;
+  tile.marks.bits = 0;
+  if (pass.p.flags) tile.marks = now.flags.marks();
+  if (flow + kSteps > end) tile.marks.bits |= ~0u << (16 + (flow < end ? end - flow : 0));  // past the end all is padding
+  tile.plain = now.whole && !tile.marks.bits && flow >= begin && all_within(now.x, pass.rates);
+  if constexpr (Cell::timed) tile.plain = __all_sync(0xffffffffu, tile.plain);  // all form sums over a warp's threads
+  States products, sums;
+  bool cut = false;
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) products.v[j] = State(1), sums.v[j] = State(0);
+  if (tile.plain) {
+    pass.template summarise<true>(now, tile.marks, products, sums, cut);
+  } else {
+    pass.template summarise<false>(now, tile.marks, products, sums, cut);
+  }
+  *reinterpret_cast<States*>(&shared.products[part][column * kWidth]) = products;
+  *reinterpret_cast<States*>(&shared.sums[part][column * kWidth]) = sums;
+  if (column == 0) shared.cuts[part] = cut;
+  tile.cuts = __syncthreads_or(cut);
+  return tile;
+}
+
+// In one thread for each channel: passes a state through a tile, and says which one enters each part, or else multiplies the
+// parts' products.
+template <bool enters>
+HFR_DEVICE void pass_through(Shared& shared, bool cuts, State& state, State& product) {
+#pragma unroll 4
+  for (int i = 0; i < kParts; ++i) {
+    const bool cut = cuts && shared.cuts[i];
+    if (enters) shared.entering[i][threadIdx.x] = state;
+    state = passed_on(state, shared.products[i][threadIdx.x], shared.sums[i][threadIdx.x], cut);
+    if (!enters) product = shared.products[i][threadIdx.x] * product;
+  }
+}
+
+template <class Pass>
+HFR_DEVICE void run_tile(Pass& pass, const Shared& shared, const typename Pass::Raw& now, const Tile& tile, Index flow,
+                         Index begin, Index end) {
+  const int column = threadIdx.x % kRow, part = threadIdx.x / kRow;
+  const States entering = *reinterpret_cast<const States*>(&shared.entering[part][column * kWidth]);
+  if (tile.plain) {
+    pass.template run<true>(now, tile.marks, entering, flow, begin, end);
+  } else {
+    pass.template run<false>(now, tile.marks, entering, flow, begin, end);
+  }
+}
 
 // `from`: where the walk starts, at or before `begin`, from where on it writes. `enter` gives the state that it starts from, once
 // loads are in flight. With `writes` false it only finds, in the threads of the first kChannels, what the walk makes of a
@@ -561,72 +613,26 @@ struct Backward {
 template <bool writes, class Pass, class Enter>
 HFR_DEVICE void walk(Pass& pass, Shared& shared, Index from, Index begin, Index end, const Enter& enter, State& product,
                      State& state, bool& cut) {
-  constexpr int kSteps = Pass::kSteps, kTile = kParts * kSteps;
-  const int column = threadIdx.x % kRow, part = threadIdx.x / kRow;
-  Index flow = from + part * kSteps;
-  pass.start(flow);
+  constexpr int kTile = kParts * Pass::kSteps;
+  const int ahead = threadIdx.x / kRow * Pass::kSteps;
+  Index flow = from + ahead;
+  pass.start_reading(flow);
+  pass.start_writing(flow);
   typename Pass::Raw next;
   pass.fetch(next, flow, end, kTile);
   state = enter();
-  for (Index tile = from; tile < end; tile += kTile, flow += kTile) {
+  for (; flow - ahead < end; flow += kTile) {
     const typename Pass::Raw now = next;
     pass.fetch(next, flow + kTile, end, kTile);
-    Marks marks = {0};
-    if (pass.p.flags) marks = now.flags.marks();
-    if (flow + kSteps > end) marks.bits |= ~0u << (16 + (flow < end ? end - flow : 0));  // past the end all is padding
-    bool plain = now.whole && !marks.bits && flow >= begin && all_within(now.x, pass.rates);
-    if constexpr (Cell::timed) plain = __all_sync(0xffffffffu, plain);  // sums over a warp's threads are formed by all
-    States products, sums;
-    bool cut_here = false;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) products.v[j] = State(1), sums.v[j] = State(0);
-    if (plain) {
-      pass.template summarise<true>(now, marks, products, sums, cut_here);
-    } else {
-      pass.template summarise<false>(now, marks, products, sums, cut_here);
-    }
-    *reinterpret_cast<States*>(&shared.products[part][column * kWidth]) = products;
-    *reinterpret_cast<States*>(&shared.sums[part][column * kWidth]) = sums;
-    if (column == 0) shared.cuts[part] = cut_here;
-    const bool cuts = __syncthreads_or(cut_here);
+    const Tile tile = summarise_tile(pass, shared, now, flow, begin, end);
     if (threadIdx.x < kChannels) {
-#pragma unroll 4
-      for (int i = 0; i < kParts; ++i) {
-        const bool cut_there = cuts && shared.cuts[i];
-        if (writes) shared.entering[i][threadIdx.x] = state;
-        state = passed_on(state, shared.products[i][threadIdx.x], shared.sums[i][threadIdx.x], cut_there);
-        if (!writes) product = shared.products[i][threadIdx.x] * product;
-      }
-      cut = cut || cuts;
+      pass_through<writes>(shared, tile.cuts, state, product);
+      cut = cut || tile.cuts;
     }
     __syncthreads();
     if (!writes) continue;
-    const States entering = *reinterpret_cast<const States*>(&shared.entering[part][column * kWidth]);
-    if (plain) {
-      pass.template run<true>(now, marks, entering, flow, begin, end);
-    } else {
-      pass.template run<false>(now, marks, entering, flow, begin, end);
-    }
+    run_tile(pass, shared, now, tile, flow, begin, end);
     pass.skip(kTile);
-  }
-}
-
-template <class Pass>
-HFR_DEVICE void summarise_segments(const Problem& p, Shared& shared, Pass& pass) {
-  const Index channel = (Index)blockIdx.x * kChannels + threadIdx.x;
-  for (Index item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
-    const Work work(item, p.length, p.segments, p.segment_length);
-    if (work.segment == p.segments - 1) continue;
-    pass.place(work.b, blockIdx.x);
-    State product(1), state;
-    bool cut = false;
-    walk<false>(pass, shared, work.begin, work.begin, work.end, [] { return State(0); }, product, state, cut);
-    if (threadIdx.x < kChannels && channel < p.channels) {
-      const Index at = (work.segment * p.batch + work.b) * p.channels + channel;
-      p.products[at] = product;
-      p.sums[at] = state;
-      if (channel == 0) p.cuts[work.segment * p.batch + work.b] = cut;
-    }
   }
 }
 
@@ -635,6 +641,194 @@ template <class U>
 HFR_DEVICE U fresh(const U* at) { return *static_cast<const volatile U*>(at); }
 template <class U>
 HFR_DEVICE Complex<U> fresh(const Complex<U>* at) { return {fresh(&at->re), fresh(&at->im)}; }
+
+#if HFR_ONCE
+// What a tile makes of a channel's state, as it passes between multiprocessors: each packet of 16 bytes says itself that it is
+// there, so that nobody waits for a fence, which would also wait for the loads of the next tile.
+struct alignas(16) Packet { unsigned long long numbers, is; };
+constexpr int kKnown = 1, kCut = 2;  // what it is
+struct Summary { State product, sum; };
+constexpr int kPackets = sizeof(Summary) / 8;  // a single one of float32
+constexpr int kPatience = 8;                  // looks, of 0.4 us each
+
+HFR_DEVICE void publish(Packet* to, Packet packet) {
+#ifdef __CUDA_ARCH__
+  asm volatile("{ .reg .b128 packet; mov.b128 packet, {%1, %2}; st.relaxed.gpu.global.b128 [%0], packet; }" ::"l"(to),
+               "l"(packet.numbers), "l"(packet.is));
+#else
+  *to = packet;
+#endif
+}
+
+HFR_DEVICE Packet look(const Packet* at) {
+#ifdef __CUDA_ARCH__
+  Packet packet;
+  asm volatile("{ .reg .b128 packet; ld.relaxed.gpu.global.b128 packet, [%2]; mov.b128 {%0, %1}, packet; }"
+               : "=l"(packet.numbers), "=l"(packet.is)
+               : "l"(at));
+  return packet;
+#else
+  return *at;
+#endif
+}
+
+// Several blocks share a row of the batch. Each takes a tile, the next one that nobody has, keeps it in registers, makes known
+// what it makes of a state, and folds what the tiles before it make of the one that enters the row. So every byte is read
+// once, and blocks of a row wait for each other once in a tile, while their next tiles are on their way. Nothing waits for a
+// tile before it has made its own known, and then only for tiles that were taken before: none waits for ever. What enters a
+// tile is folded in the order of the tiles, whoever does it, from the same numbers: no result depends on who takes which tile.
+//
+// from, to: (batch, channels), the state (or its gradient) before and after the whole sequence, never the same memory; `from`
+// may be null, for zero. tickets: for each row of `columns` blocks of channels how many of its tiles are taken, then for each
+// of its tiles whether what leaves it is there. p.segments: tiles, of which p.products are the summaries as packets, both all
+// zero at first, and p.sums what leaves them, where the fold does not say that: where products have overflowed, or of
+// infinities, the state is passed from one tile to the next.
+template <class Pass>
+HFR_DEVICE void scan_rows(const Problem& p, Shared& shared, Pass& pass, const State* from, State* to, int* tickets,
+                          Index columns) {
+  constexpr int kTile = kParts * Pass::kSteps;
+  const Index column = blockIdx.x, channel = column * kChannels + threadIdx.x, end = p.length;
+  const Index part_flow = threadIdx.x / kRow * Pass::kSteps, next_tile = p.batch * p.channels;
+  const bool owner = threadIdx.x < kChannels && channel < p.channels;
+  for (Index b = blockIdx.y % p.batch; b < p.batch; b += gridDim.y) {
+    const Index row = b * columns + column, first = b * p.channels + column * kChannels, at = first + threadIdx.x;
+    int* const taken = tickets + row;
+    int* const left = tickets + p.batch * columns + row * p.segments;
+    Packet* const summaries = reinterpret_cast<Packet*>(p.products);
+    if (threadIdx.x == 0) shared.tickets[0] = atomicAdd(taken, 1);
+    // What enters the tile `folded`, to be seen by this thread only: in a register it would be waited for with the next tile.
+    if (threadIdx.x < kChannels) shared.prefix[threadIdx.x] = owner && from ? from[at] : State(0);
+    __syncthreads();
+    Index tile = shared.tickets[0], folded = 0;
+    pass.place(b, column);
+    typename Pass::Raw next;
+    pass.start_reading(tile * kTile + part_flow);
+    pass.fetch(next, tile * kTile + part_flow, end, kTile);
+    if (threadIdx.x == 0) {  // each block's first tile before any second one, which is known later
+      for (int i = 0; i < kPatience && fresh(taken) * p.batch < gridDim.y; ++i) {}
+      shared.tickets[1] = atomicAdd(taken, 1);
+    }
+    __syncthreads();
+    Index following = shared.tickets[1];
+    while (tile < p.segments) {
+      const typename Pass::Raw now = next;
+      pass.start_reading(following * kTile + part_flow);
+      pass.fetch(next, following * kTile + part_flow, end, kTile);
+      const Index flow = tile * kTile + part_flow;
+      const Tile here = summarise_tile(pass, shared, now, flow, 0, end);
+      if (threadIdx.x == kThreads - 1) shared.tickets[0] = atomicAdd(taken, 1);
+      Summary own = {State(1), State(0)};
+      if (threadIdx.x < kChannels) pass_through<false>(shared, here.cuts, own.sum, own.product);
+      if (owner) {
+        unsigned long long numbers[kPackets];
+        memcpy(numbers, &own, sizeof own);
+#pragma unroll
+        for (int k = 0; k < kPackets; ++k) {
+          publish(summaries + (tile * next_tile + at) * kPackets + k, {numbers[k], here.cuts ? kKnown | kCut : kKnown});
+        }
+      }
+
+      State prefix = shared.prefix[threadIdx.x % kChannels];
+      // Those of the tiles since this block's last one, so many at a time: each thread takes those of kWidth channels.
+      for (; folded < tile; folded = folded + kParts < tile ? folded + kParts : tile) {
+        Packet packets[kWidth][kPackets];
+        bool all;
+        do {
+          all = true;
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            const int i = (threadIdx.x + j * kThreads) / kChannels, c = (threadIdx.x + j * kThreads) % kChannels;
+            const bool needed = folded + i < tile && column * kChannels + c < p.channels;
+#pragma unroll
+            for (int k = 0; k < kPackets; ++k) {
+              packets[j][k] = {0, kKnown};
+              if (needed) packets[j][k] = look(summaries + ((folded + i) * next_tile + first + c) * kPackets + k);
+            }
+          }
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+#pragma unroll
+            for (int k = 0; k < kPackets; ++k) all = all && packets[j][k].is;
+          }
+          if (!all) __nanosleep(64);
+        } while (!all);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          const int i = (threadIdx.x + j * kThreads) / kChannels, c = (threadIdx.x + j * kThreads) % kChannels;
+          unsigned long long numbers[kPackets];
+#pragma unroll
+          for (int k = 0; k < kPackets; ++k) numbers[k] = packets[j][k].numbers;
+          Summary other;
+          memcpy(&other, numbers, sizeof other);
+          shared.entering[i][c] = other.product;  // which nothing else needs yet
+          shared.others[i][c] = other.sum;
+          if (c == 0) shared.others_cuts[i] = packets[j][0].is & kCut;
+        }
+        __syncthreads();
+        if (threadIdx.x < kChannels) {
+#pragma unroll 4
+          for (int i = 0; i < kParts; ++i) {
+            if (folded + i >= tile) break;
+            prefix = passed_on(prefix, shared.entering[i][threadIdx.x], shared.others[i][threadIdx.x], shared.others_cuts[i]);
+          }
+        }
+        if (folded + kParts < tile) __syncthreads();
+      }
+
+      State state = prefix;
+      if (threadIdx.x < kChannels) {
+        pass_through<true>(shared, here.cuts, state, own.product);
+        shared.prefix[threadIdx.x] = prefix;
+      }
+      // Twice what leaves: whoever folds it elsewhere may round it otherwise, but finds it infinite only where it is told here.
+      const State after = passed_on(prefix, own.product, own.sum, here.cuts);
+      const bool sound = __syncthreads_and(!owner || (is_finite(prefix) && is_finite(after + after)));
+      if (!sound) {
+        state = prefix;
+        if (tile > 0 && owner && !is_finite(prefix)) {
+          while (!fresh(left + tile - 1)) __nanosleep(64);
+          __threadfence();
+          state = fresh(p.sums + (tile - 1) * next_tile + at);
+        }
+        if (threadIdx.x < kChannels) pass_through<true>(shared, here.cuts, state, own.product);
+        __syncthreads();
+      }
+      pass.start_writing(flow);
+      run_tile(pass, shared, now, here, flow, 0, end);
+      if (owner && tile == p.segments - 1) to[at] = state;
+      if (!sound) {
+        if (owner) p.sums[tile * next_tile + at] = state;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) *static_cast<volatile int*>(left + tile) = 1;
+      }
+      pass.end_segment(shared, (b * p.segments + tile) * p.channels + channel, owner);
+      tile = following, following = shared.tickets[0];
+    }
+    __syncthreads();
+  }
+}
+
+#else
+template <class Pass>
+HFR_DEVICE void summarise_segments(const Problem& p, Shared& shared, Pass& pass) {
+  const unsigned channel = blockIdx.x * kChannels + threadIdx.x;
+  for (unsigned item = blockIdx.y; item < p.batch * p.segments; item += gridDim.y) {
+    const unsigned b = item / (unsigned)p.segments, segment = item % (unsigned)p.segments;
+    if (segment == p.segments - 1) continue;
+    const Index begin = segment * p.segment_length;
+    pass.place(b, blockIdx.x);
+    State product(1), state;
+    bool cut = false;
+    walk<false>(pass, shared, begin, begin, begin + p.segment_length, [] { return State(0); }, product, state, cut);
+    if (threadIdx.x < kChannels && channel < p.channels) {
+      const Index row = segment * p.batch + b, at = row * p.channels + channel;
+      p.products[at] = product;
+      p.sums[at] = state;
+      if (channel == 0) p.cuts[row] = cut;
+    }
+  }
+}
 
 // from, to: (batch, channels), the state (or its gradient) before and after the whole sequence. `from` may be null, for zero,
 // and may be `to` where the products of segments are not used.
@@ -645,25 +839,25 @@ HFR_DEVICE Complex<U> fresh(const Complex<U>* at) { return {fresh(&at->re), fres
 // goes from one to the next in `to`. So every byte is read once, and states are those of one walk, whoever takes which segment.
 // A block waits only for what was given out before its own, so that none waits for ever.
 template <class Pass>
-HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, const State* from, State* to, int* chain,
-                              Index columns) {
-  for (Index item = blockIdx.y;; item += gridDim.y) {
-    Index b, column = blockIdx.x, segment;
+HFR_DEVICE void scan_rows(const Problem& p, Shared& shared, Pass& pass, const State* from, State* to, int* chain,
+                          Index columns) {
+  for (unsigned item = blockIdx.y;; item += gridDim.y) {
+    unsigned b, column = blockIdx.x, segment;
     if (chain) {
-      if (threadIdx.x == 0) shared.ticket = atomicAdd(chain, 1);
+      if (threadIdx.x == 0) shared.tickets[0] = atomicAdd(chain, 1);
       __syncthreads();
-      const Index row = shared.ticket % (p.batch * columns);
-      b = row / columns, column = row % columns, segment = shared.ticket / (p.batch * columns);
+      const unsigned rows = p.batch * columns, row = shared.tickets[0] % rows;
+      b = row / (unsigned)columns, column = row % (unsigned)columns, segment = shared.tickets[0] / rows;
       if (segment >= p.segments) return;
     } else {
       if (item >= p.batch * p.segments) return;
-      b = item / p.segments, segment = item % p.segments;
+      b = item / (unsigned)p.segments, segment = item % (unsigned)p.segments;
     }
     const Index begin = segment * p.segment_length;
     const Index end = begin + p.segment_length < p.length ? begin + p.segment_length : p.length;
     const Index channel = column * kChannels + threadIdx.x, at = b * p.channels + channel;
     const bool owner = threadIdx.x < kChannels && channel < p.channels;
-    int* const done = chain + 1 + b * columns + column;
+    int* const done = chain + 1 + (b * (unsigned)columns + column);
     pass.place(b, column);
     Index start = begin;
     const State given = owner && from ? from[at] : State(0);
@@ -680,7 +874,7 @@ HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, cons
     const auto enter = [&]() -> State {
       if (!chain || segment == 0) return entering;
       if (threadIdx.x == 0) {
-        while (fresh(done) < segment) {}
+        while (fresh(done) < (int)segment) {}
         __threadfence();
       }
       __syncthreads();
@@ -690,12 +884,15 @@ HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, cons
     bool cut = false;
     walk<true>(pass, shared, start, begin, end, enter, product, state, cut);
     if (owner && (chain || end == p.length)) to[at] = state;
-    if (chain) __threadfence();
-    __syncthreads();
-    if (chain && threadIdx.x == 0) *static_cast<volatile int*>(done) = (int)segment + 1;
+    if (chain) {
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) *static_cast<volatile int*>(done) = (int)segment + 1;
+    }
     pass.end_segment(shared, (b * p.segments + segment) * p.channels + channel, owner);
   }
 }
+#endif
 
 // ---- the kernels -----------------------------------------------------------------------------------------------------
 
@@ -703,29 +900,21 @@ HFR_DEVICE void scan_segments(const Problem& p, Shared& shared, Pass& pass, cons
 #define HFR_INPUT(x) const T *x, Index x##_b, Index x##_l, Index x##_d
 #define HFR_PROBLEM                                                                                                       \
   HFR_SCAN, HFR_INPUT(x0), HFR_INPUT(x1), HFR_INPUT(x2), HFR_INPUT(x3), HFR_INPUT(x4), const Real *times, Index times_b,  \
-      Index times_l
+      Index times_l, Index along, Index next
 #define HFR_VIEW(x) {x, x##_b, x##_l, x##_d}
 #define HFR_INPUTS                                                                                                         \
   const View<T> inputs[kMaxInputs] = {HFR_VIEW(x0), HFR_VIEW(x1), HFR_VIEW(x2), HFR_VIEW(x3), HFR_VIEW(x4)};
 #define HFR_DESCRIBE                                                                                                       \
   __shared__ Shared shared;                                                                                                \
-  const Problem p = {HFR_SCAN_ARGUMENTS, times, times_b, times_l};                                                         \
+  const Problem p = {HFR_SCAN_ARGUMENTS, times, times_b, times_l, along, next};                                                         \
   HFR_INPUTS
 #define HFR_KERNEL(blocks) extern "C" __global__ void __launch_bounds__(kThreads, blocks)
 
+#if !HFR_ONCE
 HFR_KERNEL(HFR_BLOCKS) scan_forward_segments(HFR_PROBLEM) {
   HFR_DESCRIBE
   Forward pass(p, inputs, nullptr, nullptr);
   summarise_segments(p, shared, pass);
-}
-
-// initial, final, chain and columns are those of scan_segments. Of a cell that gives its state, y is null; of another, h may be,
-// where there is to be no backward.
-HFR_KERNEL(HFR_BLOCKS)
-scan_forward(HFR_PROBLEM, int* chain, Index columns, Saved* h, T* y, const State* initial, State* final) {
-  HFR_DESCRIBE
-  Forward pass(p, inputs, h, y);
-  scan_segments(p, shared, pass, initial, final, chain, columns);
 }
 
 HFR_KERNEL(HFR_BLOCKS_BACK) scan_backward_segments(HFR_PROBLEM, HFR_INPUT(grad_y)) {
@@ -734,19 +923,6 @@ HFR_KERNEL(HFR_BLOCKS_BACK) scan_backward_segments(HFR_PROBLEM, HFR_INPUT(grad_y
   T* const grads[kMaxInputs] = {};
   Backward pass(p, inputs, grad, nullptr, nullptr, shared, grads, nullptr, nullptr);
   summarise_segments(p, shared, pass);
-}
-
-// totals: null, or takes the gradient of x0 summed over time, (batch, segments, channels), instead of grad0. grad_times: of a
-// timed cell, (blocks of channels, batch, length).
-HFR_KERNEL(HFR_BLOCKS_BACK)
-scan_backward(HFR_PROBLEM, int* chain, Index columns, HFR_INPUT(grad_y), const Saved* h, const State* initial,
-              const State* grad_final, State* grad_initial, State* totals, T* grad0, T* grad1, T* grad2, T* grad3, T* grad4,
-              Real* grad_times) {
-  HFR_DESCRIBE
-  const View<T> grad = HFR_VIEW(grad_y);
-  T* const grads[kMaxInputs] = {grad0, grad1, grad2, grad3, grad4};
-  Backward pass(p, inputs, grad, h, initial, shared, grads, totals, grad_times);
-  scan_segments(p, shared, pass, grad_final, grad_initial, chain, columns);
 }
 
 // One position for a batch, each thread a channel. The state may be updated in place: initial and final are one.
@@ -767,4 +943,27 @@ HFR_KERNEL(1) scan_step(HFR_PROBLEM, Saved* h, T* y, const State* initial, State
   if (Cell::reads) store(Cell::read(x, state), y[i]);
   if (!Cell::reads || h) store(state, h[i]);
   final[i] = state;
+}
+#endif
+
+// initial, final, chain and columns are those of scan_rows. Of a cell that gives its state, y is null; of another, h may be,
+// where there is to be no backward.
+HFR_KERNEL(HFR_BLOCKS)
+scan_forward(HFR_PROBLEM, int* chain, Index columns, Saved* h, T* y, const State* initial, State* final) {
+  HFR_DESCRIBE
+  Forward pass(p, inputs, h, y);
+  scan_rows(p, shared, pass, initial, final, chain, columns);
+}
+
+// totals: null, or takes the gradient of x0 summed over time, (batch, segments, channels), instead of grad0. grad_times: of a
+// timed cell, (blocks of channels, batch, length).
+HFR_KERNEL(HFR_BLOCKS_BACK)
+scan_backward(HFR_PROBLEM, int* chain, Index columns, HFR_INPUT(grad_y), const Saved* h, const State* initial,
+              const State* grad_final, State* grad_initial, State* totals, T* grad0, T* grad1, T* grad2, T* grad3, T* grad4,
+              Real* grad_times) {
+  HFR_DESCRIBE
+  const View<T> grad = HFR_VIEW(grad_y);
+  T* const grads[kMaxInputs] = {grad0, grad1, grad2, grad3, grad4};
+  Backward pass(p, inputs, grad, h, initial, shared, grads, totals, grad_times);
+  scan_rows(p, shared, pass, grad_final, grad_initial, chain, columns);
 }
