@@ -81,8 +81,9 @@ static bool __syncthreads_and(bool mine) {
   return all;
 }
 
+// Where others run in between, if any do.
 static void __threadfence() {
-  if (shim::seed) shim::wait(shim::kRunnable);
+  if (shim::seed) shim::wait(shim::kAsleep);
 }
 
 static void __nanosleep(unsigned) { shim::wait(shim::kAsleep); }
@@ -136,8 +137,9 @@ static void start(Block& b, Dim index) {
 static State run_threads(bool reversed) {
   Thread* const threads = block->threads;
   bool awake = false;
+  const int first = seed ? chance() % (count / kWarp) * kWarp : 0;
   for (int i = 0; i < count; ++i) {
-    current = reversed ? count - 1 - i : i;
+    current = (first + (reversed ? count - 1 - i : i)) % count;
     threadIdx.x = current;
     if (threads[current].state == kAsleep) threads[current].state = kRunnable;
     if (threads[current].state != kRunnable) continue;
@@ -186,9 +188,13 @@ static void run_blocks(std::vector<Dim> indices, size_t resident, bool reversed)
     memcpy(__start_gpu_shared, block->shared.data(), block->shared.size());
     State state;
     int rounds = resident > 1 ? chance() % 8 : 1 << 30;
-    do state = run_threads(reversed); while (state == kRunnable && rounds-- > 0);
-    if (resident > 1) memcpy(block->shared.data(), __start_gpu_shared, block->shared.size());
-    asleep = state == kAsleep ? asleep + 1 : 0;
+    bool awake = false;
+    do {
+      state = run_threads(reversed);
+      awake = awake || state != kAsleep;
+    } while (state == kRunnable && rounds-- > 0);
+    memcpy(block->shared.data(), __start_gpu_shared, block->shared.size());
+    asleep = awake ? 0 : asleep + 1;
     if (asleep > 1000 * resident) fail("blocks that wait for each other, or for one that never ran");
     if (state == kDone) {
       free.push_back(block);

@@ -168,6 +168,10 @@ def test_states_that_pass_from_block_to_block(host):
         inputs = 0.99 * coefficients(3, 1100, 64, dtype=torch.float32), random(3, 1100, 64, dtype=torch.float32)
         compare(linear, inputs, state, backend="cpu", **options)
     compare(linear, (0.99 * coefficients(64, dtype=torch.float32), inputs[1]), state, backend="cpu")
+    for host.seed in (1, 2):  # blocks side by side
+        host.resident = 2
+        compare(linear, inputs, state, backend="cpu", mask=mask, reset=reset)
+    host.resident, host.seed = 1, 0
     inputs = [random(3, 1100, 64, dtype=torch.bfloat16) for _ in range(2)]
     compare(mingru_positive, inputs, state, backend="cpu")
     assert set(host.launched) == {"scan_forward", "scan_backward"}

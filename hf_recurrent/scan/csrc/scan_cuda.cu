@@ -657,6 +657,7 @@ HFR_DEVICE void publish(Packet* to, Packet packet) {
                "l"(packet.numbers), "l"(packet.is));
 #else
   *to = packet;
+  __threadfence();  // where others run in between
 #endif
 }
 
@@ -668,6 +669,7 @@ HFR_DEVICE Packet look(const Packet* at) {
                : "l"(at));
   return packet;
 #else
+  __threadfence();
   return *at;
 #endif
 }
@@ -728,7 +730,7 @@ HFR_DEVICE void scan_rows(const Problem& p, Shared& shared, Pass& pass, const St
         }
       }
 
-      State prefix = shared.prefix[threadIdx.x % kChannels];
+      State prefix = threadIdx.x < kChannels ? shared.prefix[threadIdx.x] : State(0);
       // Those of the tiles since this block's last one, so many at a time: each thread takes those of kWidth channels.
       for (; folded < tile; folded = folded + kParts < tile ? folded + kParts : tile) {
         Packet packets[kWidth][kPackets];
@@ -874,7 +876,7 @@ HFR_DEVICE void scan_rows(const Problem& p, Shared& shared, Pass& pass, const St
     const auto enter = [&]() -> State {
       if (!chain || segment == 0) return entering;
       if (threadIdx.x == 0) {
-        while (fresh(done) < (int)segment) {}
+        while (fresh(done) < (int)segment) __nanosleep(20);
         __threadfence();
       }
       __syncthreads();
