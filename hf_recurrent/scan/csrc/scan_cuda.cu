@@ -649,7 +649,7 @@ struct alignas(16) Packet { unsigned long long numbers, is; };
 constexpr int kKnown = 1, kCut = 2;  // what it is
 struct Summary { State product, sum; };
 constexpr int kPackets = sizeof(Summary) / 8;  // a single one of float32
-constexpr int kPatience = 8;                  // looks, of 0.4 us each
+constexpr int kPatience = 8;                   // looks, of 0.4 us each
 
 HFR_DEVICE void publish(Packet* to, Packet packet) {
 #ifdef __CUDA_ARCH__
