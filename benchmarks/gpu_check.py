@@ -77,7 +77,7 @@ def _cases(small: bool) -> list[tuple[str, Callable[[str, torch.device], None]]]
         ("constant coefficients", _constant_case(CHAIN_SHAPE)),
         *((f"s5 {name}", _s5_case(name, CHAIN_SHAPE)) for name in S5),
     ]
-    cases += [] if small else [(f"passed on, {name} {CHAIN_SHAPE}", _chain_case(check)) for name, check in chained]
+    divided = [] if small else [(f"passed on, {name} {CHAIN_SHAPE}", check, False) for name, check in chained]
     for shape in [] if small else ONCE_SHAPES:
         once = [
             *((f"linear {dtype}", _scan_case(linear, 2, shape, dtype, True)) for dtype in (*DTYPES, torch.complex64)),
@@ -86,7 +86,8 @@ def _cases(small: bool) -> list[tuple[str, Callable[[str, torch.device], None]]]
             ("constant coefficients", _constant_case(shape)),
             *((f"s5 {name}", _s5_case(name, shape)) for name in S5),
         ]
-        cases += [(f"read once, {name} {shape}", _once_case(check)) for name, check in once]
+        divided += [(f"read once, {name} {shape}", check, True) for name, check in once]
+    cases += [(name, _few_multiprocessors_case(check, once)) for name, check, once in divided]
     for shape in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         for dtype in DTYPES:
             cases.append((f"longhorn {dtype} {shape}", _longhorn_case(shape, dtype)))
@@ -113,11 +114,11 @@ def _modules(small: bool, device: torch.device) -> set[cuda_kernels.Module]:
     modules = _modules_of(scans, SMALL_SHAPES if small else SHAPES + random_shapes(5), device)
     if not small:
         chained = [("linear", DTYPES[0]), ("mingru_positive", DTYPES[1]), *scans[: 1 + len(S5)]]
-        with mock.patch.object(cuda_kernels, "multiprocessors", lambda device: FEW_MULTIPROCESSORS):
+        with _few_multiprocessors(once=False):
             modules |= _modules_of(chained, [CHAIN_SHAPE], device)
         once = [("linear", dtype) for dtype in (*DTYPES, torch.complex64)] + [(name, DTYPES[1]) for name in CELLS]
         once += [(name, DTYPES[0]) for name in ONCE_GATELOOP] + scans[1 : 1 + len(S5)]
-        with _reading_once():
+        with _few_multiprocessors(once=True):
             modules |= _modules_of(once, ONCE_SHAPES, device)
     for *_, m in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         modules |= {longhorn_cuda.module_for(dtype, m) for dtype in DTYPES}
@@ -144,29 +145,21 @@ def _scan_case(scan, count, shape, dtype, is_linear, name="linear"):
     return check
 
 
-def _chain_case(check):
-    def check_chained(backend, device):
-        with mock.patch.object(cuda_kernels, "multiprocessors", lambda device: FEW_MULTIPROCESSORS):
-            check(backend, device)
-
-    return check_chained
-
-
 @contextlib.contextmanager
-def _reading_once() -> Iterator[None]:
+def _few_multiprocessors(once: bool) -> Iterator[None]:
     with (
-        mock.patch.object(cuda, "READ_ONCE", True),
+        mock.patch.object(cuda, "READ_ONCE", once),
         mock.patch.object(cuda_kernels, "multiprocessors", lambda device: FEW_MULTIPROCESSORS),
     ):
         yield
 
 
-def _once_case(check):
-    def check_once(backend, device):
-        with _reading_once():
+def _few_multiprocessors_case(check, once):
+    def check_there(backend, device):
+        with _few_multiprocessors(once):
             check(backend, device)
 
-    return check_once
+    return check_there
 
 
 def _constant_case(shape):

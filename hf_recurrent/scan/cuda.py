@@ -171,16 +171,19 @@ def division(
     return module_for(cell, dtype, width, row, once), blocks, at_once, THREADS // row * tuning.steps if once else 0
 
 
-def _in_flow(described: list[int], length: int, size: int, against: bool) -> list[int]:
-    """A tensor's address and strides, as `describe` gives them, from the first position of the flow on, which goes
-    against the order in memory or with it; `size`: bytes of an element."""
-    address, batch_stride, stride, *others = described
-    return [address + (length - 1) * stride * size, batch_stride, -stride, *others] if against else described
+def _in_flow(x: Tensor, against: bool, shape: torch.Size | None = None) -> list[int]:
+    """As `describe` gives them, the address and strides of a (B, L, ...) from the first position of the flow on, which
+    goes against the order in memory or with it."""
+    address, batch_stride, stride, *others = described = describe(x, shape)
+    if not against:
+        return described
+    last = (shape or x.shape)[1] - 1
+    return [address + last * stride * x.element_size(), batch_stride, -stride, *others]
 
 
 def _first(x: Tensor | None, against: bool) -> int:
     """The address of the first position of the flow, of a contiguous (B, L, ...)."""
-    return 0 if x is None else _in_flow(describe(x)[:3], x.shape[1], x.element_size(), against)[0]
+    return 0 if x is None else _in_flow(x, against)[0]
 
 
 def _scan(
@@ -198,12 +201,9 @@ def _scan(
     dtype, channels = inputs[0].dtype, shape[2]
     width = width_for(shape, [*inputs, *others], [x for x in rows if x is not None])
     module, blocks, at_once, tile = division(cell, shape, dtype, width, backward, inputs[0].device)
-    against, length = reverse != backward, shape[1]
-    described = []
-    for x in inputs:
-        described += _in_flow(describe(x, shape), length, x.element_size(), against)
-    described += [0] * 4 * (MAX_INPUTS - len(inputs))
-    described += [0] * 3 if times is None else _in_flow(describe(times), length, times.element_size(), against)
+    against = reverse != backward
+    described = [part for x in inputs for part in _in_flow(x, against, shape)] + [0] * 4 * (MAX_INPUTS - len(inputs))
+    described += [0] * 3 if times is None else _in_flow(times, against)
     described += [-1, -(channels // width)] if against else [1, channels // width]
     state_dtype = BY_NAME[cell].state_dtype(dtype)
     divided = module, THREADS, blocks, shape, (channels,), state_dtype, inputs[0].device, flags, reverse, described
@@ -274,7 +274,7 @@ def backward(
     initial, grad_final = (None if x is None else aligned(x.contiguous()) for x in (initial_state, grad_final))
     scan = _scan(cell, grad_y.shape, inputs, [grad_y], [h], flags, reverse, True)
     against = not reverse
-    grad_described = _in_flow(describe(grad_y), grad_y.shape[1], grad_y.element_size(), against)
+    grad_described = _in_flow(grad_y, against)
     if scan.in_two_passes:
         scan.run("scan_backward_segments", *grad_described)
     if sum_first:

@@ -282,12 +282,14 @@ class Scan:
         self.in_two_passes = self.segments > 1 and self.chain is None
         # What each segment makes of a state or, in backward, of its gradient. Held until the kernels are launched; the
         # memory is then reused in the order of the stream.
-        rows = self.segments if self.in_two_passes or self.once else 0
-        products, sums = torch.empty(2, rows, batch, *state, dtype=state_dtype, device=device)
         if self.once:  # 16 bytes for 8 of a product and a sum, the others say whether they are there; and what leaves
-            packets = rows, batch, *state, 2 * state_dtype.itemsize // 8, 2
-            products = torch.zeros(packets, dtype=torch.int64, device=device)
-        self.summaries = products, sums, torch.empty(rows, batch, dtype=torch.uint8, device=device)
+            rows = self.segments, batch, *state
+            packets = torch.zeros(*rows, 2 * state_dtype.itemsize // 8, 2, dtype=torch.int64, device=device)
+            self.summaries = packets, torch.empty(rows, dtype=state_dtype, device=device), None
+        else:
+            rows = self.segments if self.in_two_passes else 0, batch
+            products, sums = torch.empty(2, *rows, *state, dtype=state_dtype, device=device)
+            self.summaries = products, sums, torch.empty(rows, dtype=torch.uint8, device=device)
         summaries = map(pointer, self.summaries)
         self.shared = [*shape, int(reverse), pointer(flags), self.segments, size, *summaries, *inputs]
 

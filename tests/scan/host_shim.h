@@ -1,8 +1,8 @@
-// Stands in for a GPU: a .cu file compiled as C++, the threads of a block as coroutines on the host that meet at the barriers. A
-// barrier that some threads of a block (or of a warp) never reach aborts, and so do blocks that all wait for each other. Shared
-// memory is filled with NaNs before each block. `reversed` lets the threads between two barriers run in the opposite order:
-// what then comes out differently is a race. Blocks run one after the other or, with a `seed`, `resident` of them side by
-// side, started in any order and changed at any barrier, fence or look at what another block has written.
+// Stands in for a GPU: a .cu file compiled as C++, the threads of a block as coroutines on the host that meet at the barriers.
+// A barrier that some threads of a block (or of a warp) never reach aborts, and so do blocks that all wait for each other.
+// Shared memory is filled with NaNs before each block. `reversed` lets the threads between two barriers run in the opposite
+// order: what then comes out differently is a race. Blocks run one after the other or, with a `seed`, `resident` of them side
+// by side, started in any order and changed at any barrier, fence or look at what another block has written.
 #pragma once
 #include <stdio.h>
 #include <stdlib.h>
@@ -176,11 +176,9 @@ static void run_blocks(std::vector<Dim> indices, size_t resident, bool reversed)
   std::vector<Block*> live, free(places.begin(), places.begin() + resident);
   size_t started = 0, asleep = 0;
   while (started < indices.size() || !live.empty()) {
-    if (started < indices.size() && !free.empty()) {
+    for (; started < indices.size() && !free.empty(); free.pop_back()) {
       start(*free.back(), indices[started++]);
       live.push_back(free.back());
-      free.pop_back();
-      if (seed) continue;
     }
     const size_t turn = chance() % live.size();
     block = live[turn];

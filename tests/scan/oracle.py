@@ -65,12 +65,17 @@ def run(scan, inputs, initial_state, weights, **options):
     return h, final, *grads
 
 
-def repeated(runs: int, call):
-    """What `call` gives, which must be the same bit for bit in so many runs."""
-    first, *others = (call() for _ in range(runs))
+def alike(results):
+    """The first of these, which must all be the same bit for bit."""
+    first, *others = results
     # NaNs fail later; torch.equal compares values, and no output is a negative zero in one run only.
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True)), "two runs differ"
     return first
+
+
+def repeated(runs: int, call):
+    """What `call` gives, which must be the same bit for bit in so many runs."""
+    return alike(call() for _ in range(runs))
 
 
 def compare(scan, inputs, initial_state, *, backend, device="cpu", runs=1, **options):

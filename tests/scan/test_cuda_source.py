@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from oracle import CELLS, coefficients, compare, linear, mask_and_reset, mingru_positive, random, run
+from oracle import CELLS, alike, coefficients, compare, linear, mask_and_reset, mingru_positive, random, run
 from torch._subclasses import FakeTensorMode
 
 from hf_recurrent.scan import BackendUnavailable, backend_report, cells, cpu, cuda, cuda_kernels, linear_scan
@@ -223,9 +223,7 @@ def test_no_bit_depends_on_which_block_takes_a_tile(once):
         for run_of in [(9, 1, 0, False), (9, 1, 0, True), (9, 1, 1, False), (9, 2, 2, False), (20, 16, 3, True)]:
             once.multiprocessors, once.resident, once.seed, once.reversed = run_of
             results.append(run(mingru_positive, inputs, state, weights, backend="cpu"))
-        for other in results[1:]:
-            for x, y in zip(results[0], other, strict=True):
-                assert torch.equal(x, y)
+        alike(results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
@@ -238,8 +236,7 @@ def test_constant_coefficients_read_once(once, dtype):
     results = []
     for once.seed in (1, 2):
         results.append(run(linear, inputs, state, weights, backend="cpu"))
-    for x, y in zip(*results, strict=True):
-        assert torch.equal(x, y)
+    alike(results)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -268,8 +265,7 @@ def test_products_that_overflow_read_once(once):
             want = linear_scan(a, b, initial, backend="reference")
             torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
         results.append(got)
-    for other in results[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+    alike(results)
 
 
 def test_a_state_updated_in_place_read_once(once):
@@ -353,8 +349,7 @@ def test_no_race(host):
         results = []
         for host.reversed in (False, True):
             results.append(run(mingru_positive, inputs, state, weights, backend="cpu"))
-        for x, y in zip(*results, strict=True):
-            assert torch.equal(x, y)
+        alike(results)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -607,8 +607,8 @@ HFR_DEVICE void run_tile(Pass& pass, const Shared& shared, const typename Pass::
   }
 }
 
-// `from`: where the walk starts, at or before `begin`, from where on it writes. `enter` gives the state that it starts from, once
-// loads are in flight. With `writes` false it only finds, in the threads of the first kChannels, what the walk makes of a
+// `from`: where the walk starts, at or before `begin`, from where on it writes. `enter` gives the state that it starts from,
+// once loads are in flight. With `writes` false it only finds, in the threads of the first kChannels, what the walk makes of a
 // state: product, state (from 0) and cut.
 template <bool writes, class Pass, class Enter>
 HFR_DEVICE void walk(Pass& pass, Shared& shared, Index from, Index begin, Index end, const Enter& enter, State& product,
@@ -908,7 +908,7 @@ HFR_DEVICE void scan_rows(const Problem& p, Shared& shared, Pass& pass, const St
   const View<T> inputs[kMaxInputs] = {HFR_VIEW(x0), HFR_VIEW(x1), HFR_VIEW(x2), HFR_VIEW(x3), HFR_VIEW(x4)};
 #define HFR_DESCRIBE                                                                                                       \
   __shared__ Shared shared;                                                                                                \
-  const Problem p = {HFR_SCAN_ARGUMENTS, times, times_b, times_l, along, next};                                                         \
+  const Problem p = {HFR_SCAN_ARGUMENTS, times, times_b, times_l, along, next};                                            \
   HFR_INPUTS
 #define HFR_KERNEL(blocks) extern "C" __global__ void __launch_bounds__(kThreads, blocks)
 
