@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_recurrent.measure import version_of
+from hf_recurrent.versions import version_of
 
 PACKAGES = ("flash-linear-attention", "accelerated-scan", "mamba-ssm", "triton")
 

@@ -16,8 +16,9 @@ from transformers.utils import logging
 from hf_recurrent import LonghornConfig, LonghornForCausalLM
 from hf_recurrent.files import write_whole
 from hf_recurrent.malloc import keep_freed_memory
-from hf_recurrent.measure import machine, make_folder, paired, positive, version_of
+from hf_recurrent.measure import machine, make_folder, paired, positive
 from hf_recurrent.scan import longhorn_scan
+from hf_recurrent.versions import version_of
 
 STATES, EXPANSION, KERNEL = 16, 2, 4
 Step = Callable[[int], object]

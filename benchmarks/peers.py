@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM
 
 from hf_recurrent.bench import optional_module, peer_scans
-from hf_recurrent.measure import version_of
+from hf_recurrent.versions import version_of
 
 PACKAGES = ("minGRU-pytorch", "mambapy", "gateloop-transformer")
 # The language model of arXiv 2410.01201, appendix C, on the characters of Shakespeare.

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import hf_recurrent
 import peers
-from hf_recurrent.measure import version_of
 from hf_recurrent.modeling import gateloop, longhorn, s5
 from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.modeling.minlstm import MinLSTMMixer
+from hf_recurrent.versions import version_of
 
 SIZES = {"vocab_size": peers.VOCABULARY, "hidden_size": peers.WIDTH, "num_hidden_layers": peers.LAYERS}
 MINIMAL = {

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .measure import paired, version_of
+from .measure import paired
 from .scan import gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan, s5_scan
+from .versions import version_of
 
 PASSES = ("forward", "backward")
 INPUT_SETS = 3  # used in turn: no call finds its input in a cache because the call before has just read it

@@ -3,7 +3,6 @@
 import argparse
 import datetime
 import gc
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -17,6 +16,8 @@ import numpy as np
 import psutil
 import torch
 from tqdm import tqdm
+
+from .versions import version_of
 
 SLOW_SECONDS = 20.0  # a candidate that has used this much is not repeated further,
 FEWEST_ROUNDS = 3  # once it has been timed this often
@@ -134,14 +135,6 @@ def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         parser.error(f"--output {folder} cannot be written: {error.strerror}")
-
-
-def version_of(package: str) -> str | None:
-    """The installed version of a distribution; None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def machine(packages: tuple[str, ...]) -> dict:

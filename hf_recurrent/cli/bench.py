@@ -46,8 +46,9 @@ def run(argv: list[str]) -> int:
     from ..bench import CASES, DTYPES, PEERS, Case, measure_case, peer_scans
     from ..files import write_whole
     from ..malloc import keep_freed_memory
-    from ..measure import machine, version_of
+    from ..measure import machine
     from ..messages import within_memory
+    from ..versions import version_of
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)

@@ -1,13 +1,14 @@
 """`hf-recurrent info`: versions, devices, scan backends, a model's size."""
 
-import importlib.metadata
 import json
 import os
 import platform
 
-from .. import __version__
 from ..messages import nearest
+from ..versions import versions
 from .parser import CommandLineError, Parser, no_bars_for_files
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
 
 
 def _parser() -> Parser:
@@ -32,22 +33,13 @@ examples:
 
 def run(argv: list[str]) -> int:
     args = _parser().parse(argv)
-    facts = {"versions": _versions(), "devices": _devices(), "backends": _backends(), "cache": _cache()}
+    facts = {"versions": versions(*PACKAGES), "devices": _devices(), "backends": _backends(), "cache": _cache()}
     if args.model is not None:
         facts["model"] = _model_facts(args.model)
     if args.preset is not None:
         facts["model"] = _preset_facts(args.preset)
     print(json.dumps(facts, indent=2) if args.json else _show(facts))
     return 0
-
-
-def _versions() -> dict[str, str]:
-    names = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
-    return {
-        "hf_recurrent": __version__,
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in names},
-    }
 
 
 def _devices() -> dict[str, str]:

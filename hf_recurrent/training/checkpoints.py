@@ -3,10 +3,8 @@ or in shards."""
 
 import contextlib
 import pickle
-import platform
 import warnings
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -20,19 +18,16 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
-from .. import __version__
 from ..messages import first_line
+from ..versions import versions
 
-
-def versions() -> dict[str, str]:
-    """The programs whose version can change a run's arithmetic."""
-    packages = {name: version(name) for name in ("torch", "transformers", "accelerate", "tokenizers", "numpy")}
-    return {"hf_recurrent": __version__, "python": platform.python_version(), **packages}
+# The programs whose version can change a run's arithmetic.
+PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "numpy")
 
 
 def compare_versions(then: dict[str, str], checkpoint: Path) -> None:
     """Say where a checkpoint was written by other versions: the run goes on, but perhaps not to the last bit."""
-    now = versions()
+    now = versions(*PACKAGES)
     differing = [f"{name} {then.get(name)} (now {now.get(name)})" for name in now if then.get(name) != now[name]]
     if differing:
         warnings.warn(
