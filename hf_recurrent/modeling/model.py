@@ -1,6 +1,7 @@
 """What every family is built from: the backbone and its heads, generic over the mixer."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import math
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -746,6 +747,27 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
+
+    def _prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs):
+        """As in Transformers, but a prompt in pieces goes on from `past_key_values` that have seen some of it: versions
+        before 5.21 read what was seen again, and cut the mask as if nothing had been."""
+        cache, size = model_kwargs.get("past_key_values"), generation_config.prefill_chunk_size
+        seen = 0 if cache is None else cache.get_seq_length()
+        if size is None or not seen:
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        mask, length = model_kwargs.get("attention_mask"), input_ids.shape[1]
+        is_whole = length == (getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1])
+        start = seen if is_whole else 0
+        while length - start > size:
+            start += size
+            later = length - start
+            cut = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
+            cut = {name: value[..., : value.shape[-1] - later] for name, value in cut.items() if value is not None}
+            self(**self.prepare_inputs_for_generation(input_ids[:, start - size : start], **(model_kwargs | cut)))
+        generation_config = copy.copy(generation_config)
+        generation_config.prefill_chunk_size = None
+        rest = input_ids if is_whole else input_ids[:, start:]
+        return super()._prefill(rest, generation_config, model_kwargs, *args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs) -> Tensor | None:

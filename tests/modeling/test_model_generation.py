@@ -4,9 +4,7 @@ import copy
 
 import pytest
 import torch
-import transformers
 from families import causal_lm, classifier, each_family, each_variant, states, token_ids
-from packaging.version import Version
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -123,14 +121,40 @@ def test_a_cache_can_be_continued_with_several_tokens(config, beams):
     prefix.batch_repeat_interleave(beams)
     whole = model.generate(input_ids, past_key_values=copy.deepcopy(prefix), **kwargs)
     assert torch.equal(whole, expected)
-    if Version(transformers.__version__) >= Version("5.23"):  # 5.17 cuts the mask as if nothing had been seen
-        chunked = model.generate(input_ids, past_key_values=copy.deepcopy(prefix), prefill_chunk_size=3, **kwargs)
-        assert torch.equal(chunked, expected)
     attention_mask = torch.ones_like(input_ids)
     only_new = model.generate(
         input_ids[:, 6:], attention_mask=attention_mask, past_key_values=copy.deepcopy(prefix), **kwargs
     )
     assert torch.equal(only_new[:, 4:], expected[:, 10:])
+
+
+@each_variant
+@pytest.mark.parametrize("chunk", [1, 3, 4, 50])
+@torch.no_grad()
+def test_a_cache_is_continued_in_chunks(config, chunk):
+    """With the padding of what it has seen, with padding between the turns, with documents that begin in any chunk."""
+    model = causal_lm(config)
+    input_ids = token_ids(config, 2, 10)
+    padded = torch.ones_like(input_ids)
+    padded[0, :3] = padded[1, 5:8] = 0
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]])
+    for kwargs in ({}, {"attention_mask": padded}, {"position_ids": positions}):
+        expected = model.generate(input_ids, **kwargs, do_sample=False, **NEW)
+        seen = {name: x[:, :6] for name, x in kwargs.items()}
+        prefix = model(input_ids[:, :6], use_cache=True, **seen).past_key_values
+        both = {"attention_mask": torch.ones_like(input_ids)} | kwargs
+        for start in (0, 6):
+            out = model.generate(
+                input_ids[:, start:],
+                past_key_values=copy.deepcopy(prefix),
+                prefill_chunk_size=chunk,
+                return_dict_in_generate=True,
+                do_sample=False,
+                **both,
+                **NEW,
+            )
+            assert torch.equal(out.sequences[:, 10 - start :], expected[:, 10:])
+            assert out.past_key_values.get_seq_length() == expected.shape[1] - 1
 
 
 @each_family
