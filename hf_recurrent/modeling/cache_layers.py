@@ -231,7 +231,7 @@ def at_a_fixed_address(tensor: Tensor) -> Tensor:
     """A copy that a CUDA graph may write to."""
     tensor = tensor.clone(memory_format=torch.contiguous_format)
     if not torch.compiler.is_compiling():
-        torch._dynamo.mark_static_address(tensor)
+        torch._dynamo.mark_static_address(tensor, guard=False)  # a graph is not compiled again for another cache
     return tensor
 
 
