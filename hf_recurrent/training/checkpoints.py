@@ -2,6 +2,8 @@
 or in shards."""
 
 import contextlib
+import dataclasses
+import enum
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -145,11 +147,22 @@ class _Metadata(pickle.Unpickler):
     NAMES += [(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")]
 
     def find_class(self, module: str, name: str):
-        # Not a dotted name, which would reach what the modules import.
-        known = (module in self.MODULES and "." not in name) or (module, name) in self.NAMES
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11 writes a member of an enumeration
+            return self._member
+        if (module, name) in self.NAMES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
+        if module in self.MODULES and "." not in name:  # a dotted name would reach what the modules import
+            found = super().find_class(module, name)
+            is_plain = dataclasses.is_dataclass(found) or isinstance(found, enum.EnumMeta)
+            if is_plain and found.__module__ == module:
+                return found
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no list of tensors does")
+
+    @staticmethod
+    def _member(kind: type, name: str) -> enum.Enum:
+        if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
+            raise pickle.UnpicklingError(f"it holds getattr({kind!r}, {name!r}), which no list of tensors does")
+        return kind[name]
 
 
 def check_metadata(path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -179,7 +180,29 @@ def test_what_the_launcher_asks_for_and_cannot_have(monkeypatch):
         distributed.create_accelerator(TrainArguments(cpu=True))
 
 
-def test_a_checkpoint_whose_list_of_tensors_is_none(tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(os.system))
-    with pytest.raises(pickle.UnpicklingError, match="it holds posix.system, which no list of tensors does"):
+@pytest.mark.parametrize(
+    "content, holds",
+    [
+        (pickle.dumps(os.system), "posix.system"),
+        (b"ctorch.distributed.checkpoint.filesystem\nos\n.", "torch.distributed.checkpoint.filesystem.os"),
+        (b"ctorch.distributed.checkpoint.metadata\nos.system\n.", "torch.distributed.checkpoint.metadata.os.system"),
+        (b"cbuiltins\ngetattr\n(ctorch\nSize\nVmro\ntR.", "getattr(<class 'torch.Size'>, 'mro')"),
+        (
+            b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nV__class__\ntR.",
+            "getattr(<enum '_MEM_FORMAT_ENCODING'>, '__class__')",
+        ),
+    ],
+)
+def test_a_checkpoint_whose_list_of_tensors_is_none(tmp_path, content, holds):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError, match=re.escape(f"it holds {holds}, which no list of tensors does")):
         checkpoints.check_metadata(tmp_path / ".metadata")
+
+
+def test_members_of_enumerations_as_python_3_11_writes_them(tmp_path):
+    content = (
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nVTORCH_CHANNELS_LAST\ntR."
+    )
+    assert pickle.loads(content).name == "TORCH_CHANNELS_LAST"
+    (tmp_path / ".metadata").write_bytes(content)
+    checkpoints.check_metadata(tmp_path / ".metadata")
