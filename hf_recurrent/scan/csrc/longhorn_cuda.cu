@@ -118,6 +118,7 @@ struct alignas(16) Shared {
   }
 
   HFR_DEVICE static int next(int buffer) { return buffer == kBuffers - 1 ? 0 : buffer + 1; }
+  HFR_DEVICE static int last(int buffer) { return buffer == 0 ? kBuffers - 1 : buffer - 1; }
 
   HFR_DEVICE bool flagged(int buffer) const {
     unsigned any = 0;
@@ -551,9 +552,8 @@ HFR_DEVICE void walk_tile_back(BackwardMemory& shared, const Place& place, int b
 
 // What the walk left of the gradients of x and dt, and of kk.
 HFR_DEVICE void store_elements(const Problem& p, BackwardMemory& shared, const Gradients& to, const BackwardElements& at,
-                               const T (&x)[BackwardElements::kNumber], const State (&e)[BackwardElements::kNumber],
-                               const State (&slope)[BackwardElements::kNumber], const State* parts, Index offset, Index on,
-                               int count) {
+                               const T (&x)[BackwardElements::kNumber], const State (&slope)[BackwardElements::kNumber],
+                               const State* parts, Index offset, Index on, int count) {
   constexpr int kNumber = BackwardElements::kNumber, kRows = BackwardElements::kRows;
   State kk[kNumber];
 #pragma unroll
@@ -570,10 +570,11 @@ HFR_DEVICE void store_elements(const Problem& p, BackwardMemory& shared, const G
       take(part + lane * kAcross * 2, more);
       sum[0] += more[0], sum[1] += more[1];
     }
+    const State e = shared.rates[step][at.channel][0];  // this thread's own, until it settles the next tile
     const State grad_e = sum[1] + sum[0] * load(x[i]);
-    kk[i] = -grad_e * e[i] * e[i];
+    kk[i] = -grad_e * e * e;
     if (at.exists && step < count) {
-      store(sum[0] * e[i], to.x[offset + i * on]);
+      store(sum[0] * e, to.x[offset + i * on]);
       store(grad_e * slope[i], to.dt[offset + i * on]);
     }
   }
@@ -611,9 +612,9 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
   const Index start = (end - 1) / kSteps * kSteps;
   BackwardElements elements(p, grad_o, b, start, true);
   BackwardKeys keys(p, b, start, true);
-  const int tiles = (int)((start - begin) / kSteps) + 1;
-  const int silent = start < writes_below ? 0 : (int)((start - writes_below) / kSteps) + 1;
   const int left = (int)(end - start);  // in the first tile; the others are whole
+  int tiles = (int)((start - begin) / kSteps) + 1;  // that are left, and how many of them are written
+  const int written = start < writes_below ? tiles : (int)((writes_below - begin) / kSteps);
   keys.fetch(p, left);
   keys.settle(shared, 0);
   keys.fetch(p, tiles > 1 ? kSteps : 0);
@@ -632,8 +633,8 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
   Index keys_at =
       ((b * gridDim.x + blockIdx.x) * p.length + p.position(start + kSteps + keys.step)) * kStates + keys.j;
   __syncthreads();
-  int buffer = 0, last = 0, sums = 0, count = 0, last_count = 0;
-  for (int tile = 0; tile < tiles; ++tile) {
+  int buffer = 0, sums = 0, count = tiles > written ? 0 : left, last_count = 0;
+  for (; tiles > 0; --tiles) {
     State e[kNumber], slope[kNumber];
     T x[kNumber];
     elements.settle(shared, buffer, e, slope);
@@ -643,14 +644,13 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) s[i] = before[i];
     if (!kAhead) take(checkpoints + checkpoint, s);
-    elements.fetch(tile + 1 < tiles ? kSteps : 0, true);
-    keys.fetch(p, tile + 2 < tiles ? kSteps : 0);
+    elements.fetch(tiles > 1 ? kSteps : 0, true);
+    keys.fetch(p, tiles > 2 ? kSteps : 0);
     checkpoint -= checkpoint_on;
-    if (kAhead && tile + 1 < tiles) take(checkpoints + checkpoint, before);
-    count = tile < silent ? 0 : tile == 0 ? left : kSteps;
+    if (kAhead && tiles > 1) take(checkpoints + checkpoint, before);
     __syncthreads();
     // Of the tile before, whose parts of the gradient of kk are together by now.
-    store_keys(shared, to, keys, last, kSums == 2 ? 1 - sums : 0, keys_at, last_count);
+    store_keys(shared, to, keys, shared.last(buffer), kSums == 2 ? 1 - sums : 0, keys_at, last_count);
     if (kSums == 1) __syncthreads();
     if (shared.flagged(buffer)) {
       walk_tile_back<true>(shared, place, buffer, sums, s, carry);
@@ -658,15 +658,16 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
       walk_tile_back<false>(shared, place, buffer, sums, s, carry);
     }
     __syncthreads();
-    store_elements(p, shared, to, elements, x, e, slope, parts, at, on, count);
+    store_elements(p, shared, to, elements, x, slope, parts, at, on, count);
     at -= tile_on;
     keys_at -= keys_on;
-    last = buffer, last_count = count;
+    last_count = count;
+    count = tiles - 1 > written ? 0 : kSteps;
     buffer = shared.next(buffer);
     if (kSums == 2) sums = 1 - sums;
   }
   __syncthreads();
-  store_keys(shared, to, keys, last, kSums == 2 ? 1 - sums : 0, keys_at, last_count);
+  store_keys(shared, to, keys, shared.last(buffer), kSums == 2 ? 1 - sums : 0, keys_at, last_count);
 }
 
 template <bool flagged, class Memory>
