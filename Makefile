@@ -3,12 +3,13 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 
 BIN := $(VENV)/bin
 # Stamps are written only when an installation has succeeded, so that an interrupted one is taken up again.
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
-PIP_INSTALL = $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL = $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --constraint $(CONSTRAINTS)
 # pip's own progress bars where somebody watches, silence in a log.
 QUIET := $(shell test -t 2 || echo --quiet)
 
@@ -16,12 +17,12 @@ QUIET := $(shell test -t 2 || echo --quiet)
 EVERY_CORE := --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-hf lint bench bench-gpu wheel clean
+.PHONY: help demo test test-oldest test-hf lint bench bench-gpu wheel clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
-	@echo "Variables: PYTHON=$(PYTHON) makes the environment in VENV=$(VENV)."
+	@echo "Variables: PYTHON=$(PYTHON) makes the environment in VENV=$(VENV), with the versions of CONSTRAINTS=$(CONSTRAINTS)."
 
 demo: $(RUN)  ## train a minGRU on Python's own source files (about three minutes), then print a sample
 	$(BIN)/hf-recurrent train examples/recipes/stdlib_mingru.yaml --overwrite
@@ -29,6 +30,10 @@ demo: $(RUN)  ## train a minGRU on Python's own source files (about three minute
 
 test: $(DEV)  ## run the tests, on every core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 $(EVERY_CORE)
+
+test-oldest:  ## run the tests in .venv-oldest, with the oldest versions that pyproject.toml allows (fetches gigabytes)
+	grep -oE '"[A-Za-z0-9._-]+>=[0-9.]+' pyproject.toml | sed 's/"//; s/>=/==/' >.venv-oldest.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest.txt
 
 test-hf: $(DEV)  ## run Transformers' own common tests on every model (fetches its source distribution once)
 	$(BIN)/python -m pytest -q --durations=5 tests/hf
@@ -60,12 +65,12 @@ $(VENV)/.made:
 	  $(PYTHON) -m venv --clear $(VENV); }
 	@touch $@
 
-$(RUN): $(VENV)/.made pyproject.toml constraints.txt
+$(RUN): $(VENV)/.made pyproject.toml $(CONSTRAINTS)
 	@echo "Installing hf_recurrent and what it needs (PyTorch is the large part; minutes the first time)"
 	@$(PIP_INSTALL) --editable .
 	@touch $@
 
-$(DEV): $(VENV)/.made pyproject.toml constraints.txt
+$(DEV): $(VENV)/.made pyproject.toml $(CONSTRAINTS)
 	@echo "Installing hf_recurrent and what its tests need (PyTorch is the large part; minutes the first time)"
 	@$(PIP_INSTALL) --editable ".[cuda,dev]"
 	@touch $(RUN) $@

@@ -1,5 +1,6 @@
 """The CUDA backend of the scans: what csrc/scan_cuda.cu is called with."""
 
+import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -116,7 +117,10 @@ def unavailable_reason() -> str | None:
     except BackendUnavailable as error:
         return str(error)
     except Exception as error:  # whatever the driver or cuda-core raise: the reason is passed on, not swallowed
-        return f"the CUDA kernels failed their first run: {type(error).__name__}: {error}".splitlines()[0]
+        said = f"the CUDA kernels failed their first run: {type(error).__name__}: {error}".splitlines()[0]
+        with contextlib.suppress(Exception):  # where CUDA's packages are what failed
+            said += cuda_kernels.too_new_for_the_driver()
+        return said
     return None
 
 

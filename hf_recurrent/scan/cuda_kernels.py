@@ -74,6 +74,22 @@ def compile_module(module: Module, architecture: str) -> Compiled:
     return Compiled(cubin, report.getvalue(), time.perf_counter() - start)
 
 
+def too_new_for_the_driver() -> str:
+    """What to install where NVRTC is of a later CUDA than the driver knows, which may not load its kernels; else ''."""
+    from cuda.bindings import driver, nvrtc
+
+    _, *compiler = nvrtc.nvrtcVersion()
+    _, known = driver.cuDriverGetVersion()  # 12080
+    major = known // 1000
+    if compiler[0] <= major:
+        return ""
+    package = f"nvidia-cuda-nvrtc-cu{major}" if major < 13 else f"'nvidia-cuda-nvrtc<{major + 1}'"
+    return (
+        f" (NVRTC is of CUDA {compiler[0]}.{compiler[1]}, the driver knows {major}.{known % 1000 // 10}: "
+        f"pip install 'cuda-bindings<{major + 1}' {package})"
+    )
+
+
 def _one_line(error: Exception) -> str:
     """The first line that says what is wrong: NVRTC's log follows a line that only says that there is one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -104,7 +120,7 @@ def _versions() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     found = []
-    for package in ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc"):
+    for package in ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:  # NVRTC may come with a toolkit

@@ -461,6 +461,32 @@ def test_a_first_run_that_fails_is_said(host, monkeypatch, error, reason):
     assert reason in said and "\n" not in said
 
 
+@pytest.mark.parametrize(
+    "driver_knows, compiler, install",
+    [
+        (12080, (13, 2), "the driver knows 12.8: pip install 'cuda-bindings<13' nvidia-cuda-nvrtc-cu12)"),
+        (13020, (14, 0), "the driver knows 13.2: pip install 'cuda-bindings<14' 'nvidia-cuda-nvrtc<14')"),
+        (12040, (12, 9), ""),  # any of the same major version loads what it compiles
+        (13020, (12, 8), ""),
+    ],
+)
+def test_a_driver_older_than_the_compiler(host, monkeypatch, driver_knows, compiler, install):
+    """Is said, with what to do, beside what the driver itself says."""
+    driver = pytest.importorskip("cuda.bindings.driver", reason="needs the packages of the extra 'cuda'")
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+
+    def launch(*_):
+        raise RuntimeError("CUDA_ERROR_INVALID_IMAGE: the device kernel image is invalid")
+
+    see_a_gpu(monkeypatch)
+    monkeypatch.setattr(cuda_kernels, "launch", launch)
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, driver_knows))
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (0, *compiler))
+    said = cuda.unavailable_reason.__wrapped__()
+    assert "CUDA_ERROR_INVALID_IMAGE" in said and said.endswith(install or "image is invalid")
+    assert ("NVRTC is of CUDA 1" in said) == bool(install)
+
+
 def see_a_gpu(monkeypatch):
     """Whose memory is the host's."""
     for name, make in {name: getattr(torch, name) for name in ("linspace", "ones")}.items():
