@@ -121,6 +121,8 @@ def test_a_cache_can_be_continued_with_several_tokens(config, beams):
     prefix.batch_repeat_interleave(beams)
     whole = model.generate(input_ids, past_key_values=copy.deepcopy(prefix), **kwargs)
     assert torch.equal(whole, expected)
+    chunked = model.generate(input_ids, past_key_values=copy.deepcopy(prefix), prefill_chunk_size=3, **kwargs)
+    assert torch.equal(chunked, expected)
     attention_mask = torch.ones_like(input_ids)
     only_new = model.generate(
         input_ids[:, 6:], attention_mask=attention_mask, past_key_values=copy.deepcopy(prefix), **kwargs
