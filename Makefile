@@ -31,9 +31,11 @@ demo: $(RUN)  ## train a minGRU on Python's own source files (about three minute
 test: $(DEV)  ## run the tests, on every core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 $(EVERY_CORE)
 
-test-oldest:  ## run the tests in .venv-oldest, with the oldest versions that pyproject.toml allows (fetches gigabytes)
-	grep -oE '"[A-Za-z0-9._-]+>=[0-9.]+' pyproject.toml | sed 's/"//; s/>=/==/' >.venv-oldest.txt
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest.txt
+test-oldest: .venv-oldest.txt  ## run the tests in .venv-oldest, with the oldest versions that pyproject.toml allows (fetches gigabytes)
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=$<
+
+.venv-oldest.txt: pyproject.toml
+	grep -oE '"[A-Za-z0-9._-]+>=[0-9.]+' $< | sed 's/"//; s/>=/==/' | sort -u >$@
 
 test-hf: $(DEV)  ## run Transformers' own common tests on every model (fetches its source distribution once)
 	$(BIN)/python -m pytest -q --durations=5 tests/hf

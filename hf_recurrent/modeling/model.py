@@ -752,6 +752,8 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         """As in Transformers, but a prompt in pieces goes on from `past_key_values` that have seen some of it: versions
         before 5.21 read what was seen again, and cut the mask as if nothing had been."""
         cache, size = model_kwargs.get("past_key_values"), generation_config.prefill_chunk_size
+        if size is not None and size < 1:
+            raise ValueError(f"prefill_chunk_size must be at least 1, got {size}")
         seen = 0 if cache is None else cache.get_seq_length()
         if size is None or not seen:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)

@@ -83,6 +83,8 @@ def too_new_for_the_driver() -> str:
     major = known // 1000
     if compiler[0] <= major:
         return ""
+    if major < 12:
+        return f" (the driver knows CUDA {major}.{known % 1000 // 10}: one of CUDA 12 or later is needed)"
     package = f"nvidia-cuda-nvrtc-cu{major}" if major < 13 else f"'nvidia-cuda-nvrtc<{major + 1}'"
     return (
         f" (NVRTC is of CUDA {compiler[0]}.{compiler[1]}, the driver knows {major}.{known % 1000 // 10}: "

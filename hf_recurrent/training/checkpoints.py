@@ -138,8 +138,12 @@ def _load_into_shards(accelerator: Accelerator, model: nn.Module, optimizer: tor
     set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=options)
 
 
-class _Metadata(pickle.Unpickler):
-    """Knows what torch.distributed.checkpoint's list of tensors is made of, and nothing else."""
+class _Metadata(pickle._Unpickler):
+    """Knows what torch.distributed.checkpoint's list of tensors is made of, and nothing else. What is harmless here has
+    to be harmless to torch, which reads the same bytes after it: so nothing may be changed but instances of what it
+    knows, neither classes nor functions. (Only Python's own unpickler lets us see to that.)"""
+
+    dispatch = dict(pickle._Unpickler.dispatch)
 
     MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
     NAMES = [("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")]
@@ -158,9 +162,18 @@ class _Metadata(pickle.Unpickler):
                 return found
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no list of tensors does")
 
+    def load_build(self) -> None:
+        instance, state = self.stack[-2:]
+        takes = type(state) is dict or hasattr(type(instance), "__setstate__")
+        if not dataclasses.is_dataclass(type(instance)) or not takes:
+            raise pickle.UnpicklingError(f"it changes {instance!r}, which no list of tensors does")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     @staticmethod
     def _member(kind: type, name: str) -> enum.Enum:
-        if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
+        if not isinstance(kind, enum.EnumMeta) or type(name) is not str or name not in kind.__members__:
             raise pickle.UnpicklingError(f"it holds getattr({kind!r}, {name!r}), which no list of tensors does")
         return kind[name]
 
@@ -169,7 +182,12 @@ def check_metadata(path: Path) -> None:
     """Make sure that the pickle by which torch lists a checkpoint's tensors holds nothing else.
 
     Raises:
-        pickle.UnpicklingError: it does.
+        pickle.UnpicklingError: it does, or is damaged.
     """
     with open(path, "rb") as file:
-        _Metadata(file).load()
+        try:
+            _Metadata(file).load()
+        except pickle.UnpicklingError:
+            raise
+        except Exception as error:  # whatever a damaged pickle leads to
+            raise pickle.UnpicklingError(f"it is damaged: {first_line(error)}") from error

@@ -15,7 +15,7 @@ from transformers import (
     pipeline,
 )
 
-from hf_recurrent import RecurrentCache
+from hf_recurrent import MinGRUConfig, RecurrentCache
 
 NEW = {"max_new_tokens": 9, "pad_token_id": 0}
 
@@ -157,6 +157,15 @@ def test_a_cache_is_continued_in_chunks(config, chunk):
             )
             assert torch.equal(out.sequences[:, 10 - start :], expected[:, 10:])
             assert out.past_key_values.get_seq_length() == expected.shape[1] - 1
+
+
+def test_chunks_of_nothing():
+    config = MinGRUConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1)
+    model = causal_lm(config)
+    input_ids = token_ids(config, 1, 5)
+    for cache in (None, model(input_ids[:, :2], use_cache=True).past_key_values):
+        with pytest.raises(ValueError, match="prefill_chunk_size must be at least 1, got 0"):
+            model.generate(input_ids, past_key_values=cache, prefill_chunk_size=0, **NEW)
 
 
 @each_family

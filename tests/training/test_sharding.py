@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 from runs import TINY, assert_same, curve, forget_the_end, output, start_run
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import metadata
 from transformers import AutoModelForCausalLM
 from workers import command_line, finish, start_group
 
@@ -180,23 +181,37 @@ def test_what_the_launcher_asks_for_and_cannot_have(monkeypatch):
         distributed.create_accelerator(TrainArguments(cpu=True))
 
 
+ENUMERATION = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+MEMBER = b"cbuiltins\ngetattr\n("  # then what of, its name, tR
+
+
 @pytest.mark.parametrize(
-    "content, holds",
+    "content, message",
     [
-        (pickle.dumps(os.system), "posix.system"),
-        (b"ctorch.distributed.checkpoint.filesystem\nos\n.", "torch.distributed.checkpoint.filesystem.os"),
-        (b"ctorch.distributed.checkpoint.metadata\nos.system\n.", "torch.distributed.checkpoint.metadata.os.system"),
-        (b"cbuiltins\ngetattr\n(ctorch\nSize\nVmro\ntR.", "getattr(<class 'torch.Size'>, 'mro')"),
+        (pickle.dumps(os.system), "holds posix.system, which"),
+        (b"ctorch.distributed.checkpoint.filesystem\nos\n.", "holds torch.distributed.checkpoint.filesystem.os, which"),
         (
-            b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nV__class__\ntR.",
-            "getattr(<enum '_MEM_FORMAT_ENCODING'>, '__class__')",
+            b"ctorch.distributed.checkpoint.metadata\nos.system\n.",
+            "holds torch.distributed.checkpoint.metadata.os.system",
         ),
+        (MEMBER + b"ctorch\nSize\nVmro\ntR.", "holds getattr(<class 'torch.Size'>, 'mro'), which"),
+        (MEMBER + ENUMERATION + b"V__class__\ntR.", "holds getattr(<enum '_MEM_FORMAT_ENCODING'>, '__class__'), which"),
+        # By which __class__ would be called a member.
+        (ENUMERATION + b"(N}V_member_map_\n}V__class__\nNsstb.", "changes <enum '_MEM_FORMAT_ENCODING'>, which"),
+        (b"ctorch.serialization\n_get_layout\n(N}V__defaults__\n(I1\ntstb.", "changes <function _get_layout"),
+        (b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n}V__init__\nNsb.", "changes <class"),
+        (MEMBER + ENUMERATION + b"(ltR.", "holds getattr(<enum '_MEM_FORMAT_ENCODING'>, []), which"),
+        (MEMBER + ENUMERATION + b"VTORCH_CHANNELS_LAST\nNtR.", "is damaged: "),
+        (b"ctorch.serialization\n_get_layout\n(Vos.system\ntR.", "is damaged: "),
+        (b"}b.", "is damaged: "),
     ],
 )
-def test_a_checkpoint_whose_list_of_tensors_is_none(tmp_path, content, holds):
+def test_a_checkpoint_whose_list_of_tensors_is_none(tmp_path, content, message):
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(pickle.UnpicklingError, match=re.escape(f"it holds {holds}, which no list of tensors does")):
+    before = dict(vars(metadata._MEM_FORMAT_ENCODING)), vars(torch.serialization._get_layout)
+    with pytest.raises(pickle.UnpicklingError, match=re.escape(f"it {message}")):
         checkpoints.check_metadata(tmp_path / ".metadata")
+    assert before == (dict(vars(metadata._MEM_FORMAT_ENCODING)), vars(torch.serialization._get_layout))
 
 
 def test_members_of_enumerations_as_python_3_11_writes_them(tmp_path):
