@@ -20,7 +20,7 @@ def version_of(package: str) -> str | None:
     return version
 
 
-def versions(*packages: str) -> dict[str, str]:
+def versions_of(*packages: str) -> dict[str, str]:
     """Of this package, of Python and of the distributions named, all of which are dependencies."""
     return {
         "hf_recurrent": __version__,

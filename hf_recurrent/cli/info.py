@@ -5,7 +5,7 @@ import os
 import platform
 
 from ..messages import nearest
-from ..versions import versions
+from ..versions import versions_of
 from .parser import CommandLineError, Parser, no_bars_for_files
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
@@ -33,7 +33,7 @@ examples:
 
 def run(argv: list[str]) -> int:
     args = _parser().parse(argv)
-    facts = {"versions": versions(*PACKAGES), "devices": _devices(), "backends": _backends(), "cache": _cache()}
+    facts = {"versions": versions_of(*PACKAGES), "devices": _devices(), "backends": _backends(), "cache": _cache()}
     if args.model is not None:
         facts["model"] = _model_facts(args.model)
     if args.preset is not None:

@@ -119,15 +119,10 @@ def cubin(module: Module, architecture: str) -> bytes:
 
 
 def _versions() -> str:
-    from importlib.metadata import PackageNotFoundError, version
+    from ..versions import version_of
 
-    found = []
-    for package in ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:  # NVRTC may come with a toolkit
-            found.append(f"no {package}")
-    return ", ".join(found)
+    packages = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+    return ", ".join(f"{package} {version_of(package)}" for package in packages)  # None: NVRTC may come with a toolkit
 
 
 @functools.cache

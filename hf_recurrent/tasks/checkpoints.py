@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..training.checkpoints import PACKAGES, compare_versions, reading
+from ..training.checkpoints import compare_versions, reading, versions
 from ..training.folder import RunFolder
-from ..versions import versions
 from .settings import TaskTraining
 
 SETTINGS, CURVE = "task-settings.json", "curve.jsonl"
@@ -72,7 +71,7 @@ def save(folder: TaskFolder, training: TaskTraining, run: Trained, keep: int) ->
     }
     if run.model.device.type == "cuda":
         tensors["random_cuda"] = torch.cuda.get_rng_state(run.model.device)
-    state = {"format": FORMAT, "versions": versions(*PACKAGES), "settings": vars(training)}
+    state = {"format": FORMAT, "versions": versions(), "settings": vars(training)}
     state |= {"progress": vars(run.progress), "examples": run.examples.bit_generator.state}
     with folder.new_checkpoint(run.progress.step, keep) as temporary:
         torch.save(tensors, temporary / TENSORS)

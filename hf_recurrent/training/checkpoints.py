@@ -21,15 +21,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
 from ..messages import first_line
-from ..versions import versions
+from ..versions import versions_of
 
-# The programs whose version can change a run's arithmetic.
-PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "numpy")
+
+def versions() -> dict[str, str]:
+    """The programs whose version can change a run's arithmetic."""
+    return versions_of("torch", "transformers", "accelerate", "tokenizers", "numpy")
 
 
 def compare_versions(then: dict[str, str], checkpoint: Path) -> None:
     """Say where a checkpoint was written by other versions: the run goes on, but perhaps not to the last bit."""
-    now = versions(*PACKAGES)
+    now = versions()
     differing = [f"{name} {then.get(name)} (now {now.get(name)})" for name in now if then.get(name) != now[name]]
     if differing:
         warnings.warn(

@@ -23,7 +23,6 @@ from ..malloc import keep_freed_memory
 from ..messages import counted
 from ..modeling.model import IGNORED
 from ..parallel import part
-from ..versions import versions
 from . import checkpoints, costs, distributed
 from .agreement import check_alike, check_shared
 from .arguments import DataArguments, ModelArguments, TrainArguments, check_together, flag, to_yaml
@@ -576,7 +575,7 @@ class Run:
                 (temporary / ARGUMENTS).write_text(to_yaml(*self.arguments), encoding="utf-8")
                 saved = {
                     "format": CHECKPOINT_FORMAT,
-                    "versions": versions(*checkpoints.PACKAGES),
+                    "versions": checkpoints.versions(),
                     "processes": self.processes,
                     "rows_per_step": self.rows_per_step,
                     "state": dataclasses.asdict(self.state),

@@ -188,19 +188,19 @@ MEMBER = b"cbuiltins\ngetattr\n("  # then what of, its name, tR
 @pytest.mark.parametrize(
     "content, message",
     [
-        (pickle.dumps(os.system), "holds posix.system, which"),
-        (b"ctorch.distributed.checkpoint.filesystem\nos\n.", "holds torch.distributed.checkpoint.filesystem.os, which"),
-        (
-            b"ctorch.distributed.checkpoint.metadata\nos.system\n.",
-            "holds torch.distributed.checkpoint.metadata.os.system",
-        ),
-        (MEMBER + b"ctorch\nSize\nVmro\ntR.", "holds getattr(<class 'torch.Size'>, 'mro'), which"),
-        (MEMBER + ENUMERATION + b"V__class__\ntR.", "holds getattr(<enum '_MEM_FORMAT_ENCODING'>, '__class__'), which"),
+        (pickle.dumps(os.system), "holds posix.system"),
+        (b"ctorch.distributed.checkpoint.filesystem\nos\n.", "holds torch.distributed.checkpoint.filesystem.os"),
+        (b"ctorch.distributed.checkpoint.metadata\nos.path\n.", "holds torch.distributed.checkpoint.metadata.os.path"),
+        (MEMBER + b"ctorch\nSize\nVmro\ntR.", "holds getattr(<class 'torch.Size'>, 'mro')"),
+        (MEMBER + ENUMERATION + b"V__class__\ntR.", "holds getattr(<enum '_MEM_FORMAT_ENCODING'>, '__class__')"),
         # By which __class__ would be called a member.
-        (ENUMERATION + b"(N}V_member_map_\n}V__class__\nNsstb.", "changes <enum '_MEM_FORMAT_ENCODING'>, which"),
+        (ENUMERATION + b"(N}V_member_map_\n}V__class__\nNsstb.", "changes <enum '_MEM_FORMAT_ENCODING'>"),
         (b"ctorch.serialization\n_get_layout\n(N}V__defaults__\n(I1\ntstb.", "changes <function _get_layout"),
-        (b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n}V__init__\nNsb.", "changes <class"),
-        (MEMBER + ENUMERATION + b"(ltR.", "holds getattr(<enum '_MEM_FORMAT_ENCODING'>, []), which"),
+        (
+            b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n}V__init__\nNsb.",
+            "changes <class 'torch.distributed.checkpoint.metadata.MetadataIndex'>",
+        ),
+        (MEMBER + ENUMERATION + b"(ltR.", "holds getattr(<enum '_MEM_FORMAT_ENCODING'>, [])"),
         (MEMBER + ENUMERATION + b"VTORCH_CHANNELS_LAST\nNtR.", "is damaged: "),
         (b"ctorch.serialization\n_get_layout\n(Vos.system\ntR.", "is damaged: "),
         (b"}b.", "is damaged: "),
@@ -208,16 +208,15 @@ MEMBER = b"cbuiltins\ngetattr\n("  # then what of, its name, tR
 )
 def test_a_checkpoint_whose_list_of_tensors_is_none(tmp_path, content, message):
     (tmp_path / ".metadata").write_bytes(content)
-    before = dict(vars(metadata._MEM_FORMAT_ENCODING)), vars(torch.serialization._get_layout)
-    with pytest.raises(pickle.UnpicklingError, match=re.escape(f"it {message}")):
+    before = dict(vars(metadata._MEM_FORMAT_ENCODING)), torch.serialization._get_layout.__defaults__
+    end = "" if message.startswith("is damaged") else r"( at 0x\w+>)?, which no list of tensors does$"
+    with pytest.raises(pickle.UnpicklingError, match=f"^it {re.escape(message)}{end}"):
         checkpoints.check_metadata(tmp_path / ".metadata")
-    assert before == (dict(vars(metadata._MEM_FORMAT_ENCODING)), vars(torch.serialization._get_layout))
+    assert before == (dict(vars(metadata._MEM_FORMAT_ENCODING)), torch.serialization._get_layout.__defaults__)
 
 
 def test_members_of_enumerations_as_python_3_11_writes_them(tmp_path):
-    content = (
-        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nVTORCH_CHANNELS_LAST\ntR."
-    )
+    content = MEMBER + ENUMERATION + b"VTORCH_CHANNELS_LAST\ntR."
     assert pickle.loads(content).name == "TORCH_CHANNELS_LAST"
     (tmp_path / ".metadata").write_bytes(content)
     checkpoints.check_metadata(tmp_path / ".metadata")

@@ -254,15 +254,15 @@ struct Elements {
     }
   }
 
-  // Ready to be walked. e, slope: each element's rate, and that of its slope over dt.
+  // Ready to be walked. slope: of each element, that of its rate over dt.
   template <int parts>
-  HFR_DEVICE void settle(Shared<steps, parts>& shared, int buffer, State (&e)[kNumber], State (&slope)[kNumber]) const {
+  HFR_DEVICE void settle(Shared<steps, parts>& shared, int buffer, State (&slope)[kNumber]) const {
 #pragma unroll
     for (int i = 0; i < kNumber; ++i) {
       const int at = step + i * kRows;
       if (kRows > steps && at >= steps) continue;
-      e[i] = Cell::rate(load(dt[i]), shared.kk[buffer][at], slope[i]);
-      const State rates[2] = {e[i], pushes ? e[i] * load(x[i]) : State(0)};
+      const State e = Cell::rate(load(dt[i]), shared.kk[buffer][at], slope[i]);
+      const State rates[2] = {e, pushes ? e * load(x[i]) : State(0)};
       put<2>(rates, shared.rates[at][channel]);
       if (grads) shared.grad[at][channel] = load(grad[i]);
     }
@@ -386,8 +386,8 @@ HFR_DEVICE void walk(const Problem& p, Memory& shared, const Place& place, Index
   int buffer = 0;
   const int silent = (int)((begin - from) / kLong);
   for (int tile = 0; tile < tiles.count; ++tile) {
-    State e[Wide::kNumber], slope[Wide::kNumber];
-    elements.settle(shared, buffer, e, slope);
+    State slope[Wide::kNumber];
+    elements.settle(shared, buffer, slope);
     keys.settle(shared, shared.next(buffer));
     elements.fetch(tiles.left(tile + 1), false);
     keys.fetch(p, tiles.left(tile + 2));
@@ -463,8 +463,8 @@ HFR_DEVICE void forward_segments(const Problem& p, Memory& shared) {
     __syncthreads();
     int buffer = 0;
     for (int tile = 0; tile < tiles.count; ++tile) {  // past the end all is masked
-      State e[Wide::kNumber], slope[Wide::kNumber];
-      elements.settle(shared, buffer, e, slope);
+      State slope[Wide::kNumber];
+      elements.settle(shared, buffer, slope);
       keys.settle(shared, shared.next(buffer));
       elements.fetch(tiles.left(tile + 1), false);
       keys.fetch(p, tiles.left(tile + 2));
@@ -635,9 +635,9 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
   __syncthreads();
   int buffer = 0, sums = 0, count = tiles > written ? 0 : left, last_count = 0;
   for (; tiles > 0; --tiles) {
-    State e[kNumber], slope[kNumber];
+    State slope[kNumber];
     T x[kNumber];
-    elements.settle(shared, buffer, e, slope);
+    elements.settle(shared, buffer, slope);
     keys.settle(shared, shared.next(buffer));
 #pragma unroll
     for (int i = 0; i < kNumber; ++i) x[i] = elements.x[i];
@@ -714,8 +714,8 @@ HFR_DEVICE void backward_segments(const Problem& p, Memory& shared, const View<T
     __syncthreads();
     int buffer = 0;
     for (int tile = 0; tile < tiles; ++tile) {
-      State e[Wide::kNumber], slope[Wide::kNumber];
-      elements.settle(shared, buffer, e, slope);
+      State slope[Wide::kNumber];
+      elements.settle(shared, buffer, slope);
       keys.settle(shared, shared.next(buffer));
       elements.fetch(tile + 1 < tiles ? kLong : 0, true);
       keys.fetch(p, tile + 2 < tiles ? kLong : 0);
