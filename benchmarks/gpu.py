@@ -48,6 +48,7 @@ from hf_recurrent.scan import (
     s5_scan,
 )
 from hf_recurrent.scan.cells import BY_NAME
+from hf_recurrent.scan.convolution import _short_convolution, short_convolution
 from hf_recurrent.scan.ops import step_flags
 
 ROOT = Path(__file__).parents[1]
@@ -356,6 +357,45 @@ def _measure_longhorn(b: Bench, shape, m: int, dtype: torch.dtype) -> None:
     row["of_mamba_ssm"] = round(seconds / peer, 4)
 
 
+def measure_convolution(b: Bench) -> None:
+    """The short convolution of 4 taps with a SiLU against its own bytes, and PyTorch's of the same documents."""
+    shape = (2, 64, 16) if b.tiny else (8, 4096, 1536)
+    for dtype, flagged in itertools.product((FLOAT, HALF), (None, "packed")):
+        what = f"short_convolution {flagged or ''} {_name(dtype)}"
+        b.attempt(what, lambda d=dtype, f=flagged: _measure_convolution(b, shape, d, f))
+
+
+def _measure_convolution(b: Bench, shape, dtype: torch.dtype, flagged: str | None) -> None:
+    (batch, _, channels), taps = shape, 4
+    name = "short convolution" + (f", {flagged}" if flagged else "")
+    fields = {"shape": [*shape, taps], "dtype": _name(dtype)}
+    options = _flags(b, flagged, shape) if flagged else {}
+    common = step_flags(options.get("mask"), options.get("reset"), reverse=False)
+    weight, bias = b.random(channels, 1, taps, dtype=dtype), b.random(channels, dtype=dtype)
+    left, ops = b.random(batch, taps - 1, channels, dtype=dtype), torch.ops.hf_recurrent
+    sets = _sets(lambda: (b.random(*shape, dtype=dtype), b.random(*shape, dtype=dtype)))
+    moved = sets[0][0].nbytes
+    calls = {"forward": [], "backward": []}
+    for x, grad in sets:
+        given = x, weight, None, bias, common
+        calls["forward"].append(lambda a=given: ops.short_convolution(*a, True, b.device.type))
+        calls["backward"].append(lambda a=(*given, grad, left): ops.short_convolution_backward(*a, True, b.device.type))
+    with torch.no_grad():
+        for (direction, those), times in zip(calls.items(), (2, 3), strict=True):
+            seconds = seconds_of(those, b.device)
+            b.add("convolution", name, seconds, times * moved, direction=direction, **fields)
+    # PyTorch's looks at what is to be done over, which no graph can hold: both as a training step runs them.
+    leaves = [x.detach().requires_grad_() for x in (sets[0][0], weight, bias)]
+
+    def both(run: Callable) -> Callable:
+        return lambda: torch.autograd.grad(run(*leaves, **options, silu=True)[0], leaves, sets[0][1])
+
+    ours, theirs = (eager_seconds_of(both(run), b.device) for run in (short_convolution, _short_convolution))
+    row = b.add("convolution", name, ours, 5 * moved, direction="forward + backward", **fields)
+    row["times_pytorch"] = round(ours / theirs, 4)
+    b.add("convolution", "PyTorch's", theirs, direction="forward + backward", **fields)
+
+
 def measure_heads(b: Bench) -> None:
     """GateLoop's heads of d_k x d_v states against their own bytes."""
     sizes = [(2, 32, 2, 4)] if b.tiny else [(8, 4096, 192, 8), (8, 4096, 96, 16), (8, 2048, 12, 64), (1, 2**17, 192, 8)]
@@ -535,6 +575,7 @@ SECTIONS = {
     "cells": measure_cells,
     "long": measure_long,
     "longhorn": measure_longhorn,
+    "convolution": measure_convolution,
     "heads": measure_heads,
     "layers": measure_layers,
     "step": measure_step,

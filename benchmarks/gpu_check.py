@@ -24,12 +24,13 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "scan"))
 
+import test_convolution
 import test_gateloop_heads
 import test_longhorn_scan
 import test_s5_scan
 from oracle import CELLS, GATELOOP_CELLS, coefficients, compare, linear, mask_and_reset, random
 
-from hf_recurrent.scan import cuda, cuda_kernels, gateloop_heads_cuda, longhorn_cuda
+from hf_recurrent.scan import convolution_cuda, cuda, cuda_kernels, gateloop_heads_cuda, longhorn_cuda
 from hf_recurrent.scan.cells import BY_NAME, S5
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,6 +49,9 @@ ONCE_GATELOOP = ("gateloop_polar_sigmoid", "gateloop_real_sigmoid")
 # (batch, length, channels, m)
 LONGHORN_SHAPES = [(3, 37, 33, 16), (2, 300, 70, 16), (1, 2100, 9, 5), (2, 65, 24, 64)]
 SMALL_LONGHORN_SHAPES = [(2, 21, 33, 16), (1, 1030, 5, 2)]
+# (batch, length, channels, taps)
+CONVOLUTION_SHAPES = [(3, 37, 33, 4), (2, 700, 520, 4), (1, 2100, 8, 8), (2, 129, 64, 2), (300, 1, 16, 4)]
+SMALL_CONVOLUTION_SHAPES = [(2, 140, 8, 4), (1, 70, 5, 3)]
 # (batch, length, heads, d_k, d_v)
 HEADS_SHAPES = [(3, 37, 5, 8, 8), (2, 300, 9, 4, 4), (1, 2100, 2, 8, 8), (2, 65, 2, 64, 64), (2, 129, 3, 5, 100)]
 SMALL_HEADS_SHAPES = [(2, 21, 3, 4, 4), (1, 1030, 1, 3, 100)]
@@ -91,6 +95,10 @@ def _cases(small: bool) -> list[tuple[str, Callable[[str, torch.device], None]]]
     for shape in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         for dtype in DTYPES:
             cases.append((f"longhorn {dtype} {shape}", _longhorn_case(shape, dtype)))
+    for shape in SMALL_CONVOLUTION_SHAPES if small else CONVOLUTION_SHAPES:
+        for dtype, silu in itertools.product(DTYPES, (False, True)):
+            what = f"convolution {dtype} {shape}{', SiLU' if silu else ''}"
+            cases.append((what, _convolution_case(shape, dtype, silu)))
     for shape in SMALL_HEADS_SHAPES if small else HEADS_SHAPES:
         cases += [(f"heads {dtype} {shape}", _heads_case(shape, dtype, True)) for dtype in DTYPES]
         cases.append((f"heads, real transitions {shape}", _heads_case(shape, torch.float32, False)))
@@ -122,6 +130,10 @@ def _modules(small: bool, device: torch.device) -> set[cuda_kernels.Module]:
             modules |= _modules_of(once, ONCE_SHAPES, device)
     for *_, m in SMALL_LONGHORN_SHAPES if small else LONGHORN_SHAPES:
         modules |= {longhorn_cuda.module_for(dtype, m) for dtype in DTYPES}
+    for *_, channels, taps in SMALL_CONVOLUTION_SHAPES if small else CONVOLUTION_SHAPES:
+        for dtype, silu in itertools.product(DTYPES, (False, True)):
+            wide = convolution_cuda.widest(dtype, taps)
+            modules.add(convolution_cuda.module_for(dtype, taps, 1 if channels % wide else wide, silu))
     for *_, d_k, d_v in SMALL_HEADS_SHAPES if small else HEADS_SHAPES:
         kinds = [(dtype, torch.complex64) for dtype in DTYPES] + [(DTYPES[0], torch.float32)]
         modules |= {gateloop_heads_cuda.module_for(*kind, d_k, d_v) for kind in kinds}
@@ -189,6 +201,16 @@ def _longhorn_case(shape, dtype):
         for options in _options(*shape[:2]):
             inputs = test_longhorn_scan.inputs_for(*shape, dtype)
             test_longhorn_scan.compare(inputs, backend, device=device, runs=RUNS, **options)
+
+    return check
+
+
+def _convolution_case(shape, dtype, silu):
+    def check(backend, device):
+        for options in _options(*shape[:2]):
+            options.pop("reverse", None)
+            inputs = test_convolution.inputs_for(*shape, dtype, with_state=not options)
+            test_convolution.compare(inputs, backend, device=device, runs=RUNS, silu=silu, **options)
 
     return check
 

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from .measure import paired
 from .scan import gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan, s5_scan
+from .scan.convolution import short_convolution
 from .versions import version_of
 
 PASSES = ("forward", "backward")
 INPUT_SETS = 3  # used in turn: no call finds its input in a cache because the call before has just read it
 LARGE = 2**28  # bytes of a tensor of which no cache holds anything from one call to the next: one set is enough
 STATE_SIZE = 16  # of Longhorn
+TAPS = 4  # of the short convolution
 HEAD_SIZE = 8  # of GateLoop; where it does not divide the channels, what divides both
 
 
@@ -79,6 +81,11 @@ def _longhorn(shape, dtype, device):
     return x, dt, *_normal(2)((*shape[:2], STATE_SIZE), dtype, device)
 
 
+def _convolution(shape, dtype, device):
+    (weight,) = _normal(1)((shape[-1], 1, TAPS), dtype, device)
+    return *_normal(1)(shape, dtype, device), weight, *_normal(1)(shape[-1:], dtype, device)
+
+
 def _heads(shape, dtype, device):
     """q, k, v, and one transition for each head, as the released package has them."""
     batch, length, channels = shape
@@ -108,6 +115,7 @@ CASES = (
     Case("linear_scan, constant complex a (S5)", _constant_scan, _first(linear_scan), (2, 3), complex=True),
     Case("S5 cell, per-step", _irregular, _first(s5_scan), (2, 4), complex=True),
     Case(f"Longhorn cell, m = {STATE_SIZE}", _longhorn, _first(longhorn_scan), (3, 5)),
+    Case(f"short convolution, {TAPS} taps, SiLU", _convolution, _first(short_convolution, silu=True), (2, 3)),
 )
 DTYPES = (torch.float32, torch.bfloat16)
 

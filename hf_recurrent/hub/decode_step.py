@@ -7,6 +7,7 @@ from torch.export import ExportedProgram
 from ..modeling import RecurrentCache
 from ..modeling.model import RecurrentForCausalLM
 from ..scan.cells import BY_NAME
+from ..scan.convolution import _short_convolution
 from ..scan.gateloop_heads import _by_linear_scan
 from ..scan.longhorn_plain import loop
 from ..scan.reference import linear_scan_loop
@@ -72,6 +73,10 @@ def _gateloop_heads(q, k, v, a, initial_state, start, flags, reverse, backend):
     return _by_linear_scan(scan, q, k, v, a, initial_state)
 
 
+def _convolution(x, weight, state, bias, flags, silu, backend):
+    return _short_convolution(x, weight, bias, state, silu=silu)
+
+
 def export_decode_step(model: RecurrentForCausalLM, batch_size: int = 1) -> ExportedProgram:
     """
     `DecodeStep` by torch.export, in PyTorch's own operators alone: `torch.export.save` writes it to a file that runs
@@ -93,6 +98,7 @@ def export_decode_step(model: RecurrentForCausalLM, batch_size: int = 1) -> Expo
             ours.read_scan.default: _read_scan,
             ours.gateloop_heads.default: _gateloop_heads,
             ours.longhorn.default: _longhorn,
+            ours.short_convolution.default: _convolution,
         }
         program = program.run_decompositions(own)
     left = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("hf_recurrent")}

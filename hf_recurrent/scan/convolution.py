@@ -1,20 +1,98 @@
 """The short causal depthwise convolution that comes before a recurrence, over the real tokens of each row's document.
 
-On the CPU by one kernel (csrc/convolution_cpu.cpp), for any number of positions, where nothing differentiates or traces
-it; else in plain PyTorch.
+By one kernel for each direction (csrc/convolution.h), on CPUs and NVIDIA GPUs; where there is none, in plain PyTorch.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from transformers.utils import is_tracing
 
-from . import cpu
-from .ops import check_mask, step_flags
+from . import convolution_cuda, cpu, recomputed
+from .ops import check_mask, choose_backend, step_flags
+from .reference import STATE_DTYPES
 from .unobserved import unobserved
 
-# batch, length, channels, threads, taps, silu, flags; x, state; weight, bias, out, new_state
-_PROBLEM = cpu.Problem("19q")
+MOST_TAPS = {"cpu": 32, "cuda": convolution_cuda.MOST_TAPS}
+_SEGMENT = 64  # positions that a thread takes at least
+
+# batch, length, channels, threads, segments, taps, silu, flags; x, state; weight, bias, out, new_state; grad_out;
+# grad_new_state, grad_x, grad_state, grad_weight
+_PROBLEM = cpu.Problem("28q")
+_NO_GRADS = (*cpu.NOTHING, 0, 0, 0, 0)
+
+
+# ---- the operator ----------------------------------------------------------------------------------------------------
+
+
+def _call_cpu(backwards: bool, x, weight, state, bias, flags, silu: bool, segments: int, *fields: int) -> None:
+    """`fields`: those of the problem from `out` on."""
+    state, bias = (t if t is None else t.contiguous() for t in (state, bias))
+    x, weight = cpu.rows(x), weight.contiguous()
+    fields = (
+        *x.shape, cpu.threads_for(x.numel()), segments, weight.shape[2], silu, cpu.pointer(flags), *cpu.describe(x),
+        *cpu.describe_if(state), weight.data_ptr(), cpu.pointer(bias), *fields,
+    )  # fmt: skip
+    cpu.call("convolution_cpu", "hfr_short_convolution", x.dtype, _PROBLEM, fields, backwards)
+
+
+def _segments(x: Tensor) -> int:
+    return max(1, min(cpu.threads_for(x.numel()), x.shape[1] // _SEGMENT))
+
+
+def _empty(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """y, and a state."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, y.new_empty(x.shape[0], weight.shape[2] - 1, x.shape[2])
+
+
+def _cpu_forward(x, weight, state, bias, flags, silu: bool) -> tuple[Tensor, Tensor]:
+    y, new_state = _empty(x, weight)
+    addresses = y.data_ptr(), new_state.data_ptr()
+    _call_cpu(False, x, weight, state, bias, flags, silu, _segments(x), *addresses, *_NO_GRADS)
+    return y, new_state
+
+
+def _cpu_backward(x, weight, state, bias, flags, silu: bool, grad_y, grad_new_state) -> tuple[Tensor, Tensor, Tensor]:
+    """As `convolution_cuda.backward`."""
+    grad_y, grad_new_state = cpu.rows(grad_y), grad_new_state.contiguous()
+    grad_x, grad_state = torch.empty(x.shape, dtype=x.dtype), torch.empty_like(grad_new_state)
+    segments = _segments(x)
+    grad_weight = torch.empty(len(x) * segments, weight.shape[2] + 1, x.shape[2], dtype=STATE_DTYPES[x.dtype])
+    addresses = (t.data_ptr() for t in (grad_new_state, grad_x, grad_state, grad_weight))
+    _call_cpu(
+        True, x, weight, state, bias, flags, silu, segments, 0, 0, *cpu.describe(grad_y), *addresses,
+    )  # fmt: skip
+    return grad_x, grad_state, grad_weight
+
+
+def _forward(inputs, states, flags, silu: bool, backend: str) -> tuple[Tensor, Tensor]:
+    (x, weight), (state, bias) = inputs, states
+    if not x.numel():
+        y, new_state = _empty(x, weight)
+        return y, new_state.zero_() if state is None else new_state.copy_(state)
+    run = convolution_cuda.forward if backend == "cuda" else _cpu_forward
+    return run(x, weight, state, bias, flags, silu)
+
+
+def _backward(inputs, states, flags, grad_y, grad_new_state, silu: bool, backend: str) -> tuple[Tensor, ...]:
+    (x, weight), (state, bias) = inputs, states
+    if x.numel():
+        run = convolution_cuda.backward if backend == "cuda" else _cpu_backward
+        grad_x, grad_state, parts = run(x, weight, state, bias, flags, silu, grad_y, grad_new_state)
+    else:
+        grad_x, grad_state = torch.empty_like(x), grad_new_state.clone(memory_format=torch.contiguous_format)
+        parts = x.new_zeros(1, weight.shape[2] + 1, x.shape[2])
+    sums = parts.sum(0)
+    grad_weight = sums[:-1].T.contiguous()[:, None].to(weight.dtype)
+    return grad_x, grad_weight, grad_state, x.new_empty(0) if bias is None else sums[-1].to(bias.dtype)
+
+
+recomputed.define("short_convolution", ["x", "weight"], ["state", "bias"], _forward, _backward, _empty, option="silu")
+
+
+# ---- the function ----------------------------------------------------------------------------------------------------
 
 
 def short_convolution(
@@ -30,6 +108,8 @@ def short_convolution(
     """
     y_t = bias + sum_j weight[:, 0, j] * x_{t - k + 1 + j}
 
+    Differentiable once by the kernels, any number of times in plain PyTorch.
+
     Args:
         x: (B, L, D).
         weight, bias: (D, 1, k) and (D,), or no bias.
@@ -41,33 +121,43 @@ def short_convolution(
     Returns:
         y, (B, L, D), zero at padding, and the new state, (B, k - 1, D).
     """
-    dtype, taps, kernel = x.dtype, weight.shape[2], None
-    batch, length, channels = x.shape
-    if (
-        unobserved(x, weight, bias, state, mask, reset)
-        and x.numel()
-        and dtype in cpu.REAL
+    if unobserved(x, weight, bias, state, mask, reset):
+        runs = x.numel() and _fits("cpu", x, weight, bias, state)
+        if not runs or cpu.kernel("convolution_cpu", "hfr_short_convolution", x.dtype, _PROBLEM) is None:
+            return _short_convolution(x, weight, bias, state, mask=mask, reset=reset, silu=silu)
+        check_mask("mask", mask, x)
+        check_mask("reset", reset, x)
+        return _cpu_forward(x, weight, state, bias, step_flags(mask, reset, reverse=False), silu)
+    given, device = x.dtype, x.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and given != torch.float64:  # as PyTorch's convolutions do
+        x, weight, bias, state = (
+            None if t is None else t.to(torch.get_autocast_dtype(device)) for t in (x, weight, bias, state)
+        )
+    # Its kernels drop the tangents of forward-mode derivatives.
+    backend = "reference" if getattr(forward_ad, "_current_level", 0) >= 0 else choose_backend(None, x.device)
+    if backend in MOST_TAPS and _fits(backend, x, weight, bias, state):
+        check_mask("mask", mask, x)
+        check_mask("reset", reset, x)
+        flags = step_flags(mask, reset, reverse=False)
+        y, state = torch.ops.hf_recurrent.short_convolution(x.resolve_neg(), weight, state, bias, flags, silu, backend)
+    else:
+        y, state = _short_convolution(x, weight, bias, state, mask=mask, reset=reset, silu=silu)
+    return y, state.to(given)
+
+
+def _fits(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None) -> bool:
+    """Whether the kernels take tensors such as these."""
+    dtype, (batch, length, channels), taps = x.dtype, x.shape, weight.shape[2]
+    return (
+        dtype in cpu.REAL
+        and taps <= MOST_TAPS[backend]
+        and length < 2**31
         and weight.dtype is dtype
-        and weight.shape[0] == channels
-        and (bias is None or bias.dtype is dtype)
+        and weight.shape == (channels, 1, taps)
+        and (bias is None or (bias.dtype is dtype and bias.shape == (channels,)))
         and (state is None or (state.dtype is dtype and state.shape == (batch, taps - 1, channels)))
-    ):
-        kernel = cpu.kernel("convolution_cpu", "hfr_short_convolution", dtype, _PROBLEM)
-    if kernel is None:
-        return _short_convolution(x, weight, bias, state, mask=mask, reset=reset, silu=silu)
-    check_mask("mask", mask, x)
-    check_mask("reset", reset, x)
-    x, weight = cpu.rows(x), weight.contiguous()
-    state = state if state is None else cpu.rows(state)
-    bias = bias if bias is None else bias.contiguous()
-    flags = step_flags(mask, reset, reverse=False)
-    y, new_state = torch.empty(x.shape, dtype=dtype), torch.empty(batch, taps - 1, channels, dtype=dtype)
-    fields = (
-        batch, length, channels, cpu.threads_for(x.numel()), taps, silu, cpu.pointer(flags), *cpu.describe(x),
-        *cpu.describe_if(state), weight.data_ptr(), cpu.pointer(bias), y.data_ptr(), new_state.data_ptr(),
-    )  # fmt: skip
-    kernel(_PROBLEM.pack(*fields))
-    return y, new_state
+    )
 
 
 # ---- in plain PyTorch ------------------------------------------------------------------------------------------------

@@ -153,7 +153,9 @@ def _backward(inputs, states, flags, grad_y, grad_final, reverse, backend) -> tu
     return *grads, state, grad_start if start is None else grad_start.sum(0)
 
 
-recomputed.define("gateloop_heads", ["q", "k", "v", "a"], ["initial_state", "start"], _forward, _backward, _empty)
+_NAMES = "gateloop_heads", ["q", "k", "v", "a"], ["initial_state", "start"]
+recomputed.define(*_NAMES, _forward, _backward, _empty)
+recomputed.define_update(*_NAMES, _forward, _empty)
 
 
 def _has_kernel(backend: str, rows: int, columns: int) -> bool:

@@ -106,7 +106,9 @@ def _backward(inputs, states, flags, grad_o, grad_final, reverse, backend) -> tu
     return grad_x, grad_dt, grad_k.sum(1).to(k.dtype), grad_q.sum(1).to(q.dtype), state
 
 
-recomputed.define("longhorn", ["x", "dt", "k", "q"], ["initial_state"], _forward, _backward, _empty)
+_NAMES = "longhorn", ["x", "dt", "k", "q"], ["initial_state"]
+recomputed.define(*_NAMES, _forward, _backward, _empty)
+recomputed.define_update(*_NAMES, _forward, _empty)
 
 
 # ---- the functions --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 
 import oracle
 import pytest
+import test_convolution
 import test_gateloop_heads
 import test_gateloop_scan
 import test_longhorn_scan
@@ -164,3 +165,14 @@ def test_gateloop_heads_scan(problem, kind, backend, sizes, shared):
     if with_start and options["reset"] is not None and not options["reverse"]:
         start = oracle.random(*state.shape[1:], dtype=state.dtype)
     test_gateloop_heads.compare([*inputs, state], backend, start=start, **options)
+
+
+@fuzz
+@given(problems(), st.sampled_from(oracle.REALS), st.integers(1, 10), st.booleans(), st.booleans())
+def test_short_convolution(problem, dtype, taps, silu, with_bias):
+    shape, layouts, options, threads, with_state = problem
+    torch.set_num_threads(threads)
+    x, weight, bias, state = test_convolution.inputs_for(*shape, taps, dtype, with_state, with_bias)
+    state = state if state is None else laid_out(state, layouts[1])
+    masks = {name: options[name] for name in ("mask", "reset")}
+    test_convolution.compare([laid_out(x, layouts[0]), weight, bias, state], "cpu", silu=silu, **masks)

@@ -15,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
+from functools import partial
+
 import torch
 from hf_recurrent.scan import cpu, gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan
 from hf_recurrent.scan import mingru_scan, minlstm_scan, s5_scan
@@ -90,6 +92,13 @@ for batch, length, channels in SHAPES:
     x = rows(batch, length, channels)
     gradients(skip_gelu, x, x, torch.randn(channels))
     gradients(lambda x, y: gate(x, y, torch.ones(batch, 1, channels)), x, x)
+    for taps in (2, 5):
+        state, kernel = rows(batch, taps - 1, channels), torch.randn(channels, 1, taps)
+        for option in options(batch, length):
+            silu = option.pop("reverse")
+            convolve = partial(short_convolution, **option, silu=silu)
+            gradients(convolve, x, kernel, kernel[:, 0, 0].clone(), state)
+            gradients(lambda x, w: convolve(x, w, None), x, kernel)
 torch.set_grad_enabled(False)
 for dtype in (torch.float32, torch.bfloat16):
     for batch, length, channels in SHAPES:
@@ -128,6 +137,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from cuda_host import Host
 from hf_recurrent.scan import cuda, gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan, s5_scan
+from hf_recurrent.scan.ops import step_flags
 torch.set_num_threads(1)
 torch.manual_seed(0)
 host = Host(Path(sys.argv[2]), ["-O0"])
@@ -152,6 +162,13 @@ for multiprocessors, shape in [(1, (2, 1, 5)), (1, (2, 70, 33)), (4, (1, 1027, 1
         gradients(s5_scan, torch.complex(a, b), -z[0].abs() + 0j, torch.rand(batch, length), z)
         if cuda.READ_ONCE:
             continue
+        flags = step_flags(option.get("mask"), option.get("reset"), False)
+        for taps, few in [(4, 8), (4, 5), (7, 8), (7, 5)]:
+            shapes = (few, 1, taps), (batch, taps - 1, few)
+            inputs = torch.randn(batch, length, 8)[..., :few], *(torch.randn(shape) for shape in shapes)
+            inputs = [x.requires_grad_() for x in inputs]
+            y, left = torch.ops.hf_recurrent.short_convolution(*inputs, None, flags, taps == 4, "cuda")
+            (y.sum() + left.sum()).backward()
         k = torch.randn(batch, length, 3)
         gradients(longhorn_scan, b, a, k, k, torch.randn(batch, channels, 3))
         d_k, d_v = (4, 4) if length > 1000 else (3, 100)  # wide accesses; padded, in slices, with checkpoints filled in
