@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import operator
 import os
 import re
 import threading
@@ -230,8 +231,9 @@ class RecurrentCache(Cache):
 
         Raises:
             ValueError: a window below 1.
+            TypeError: a window that is no whole number.
         """
-        if window is not None and window < 1:
+        if window is not None and operator.index(window) < 1:
             raise ValueError(f"window must be at least 1 token, got {window}")
         for layer in self.layers:
             layer.record_past, layer.window = True, window
@@ -239,7 +241,8 @@ class RecurrentCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """
         Takes back the last tokens: the states are those before them, to the bit, short convolutions included. What was
-        recorded is forgotten; recording goes on. `crop(0)` therefore says that all tokens are to stay.
+        recorded is forgotten, without a window; recording goes on. `crop(0)` therefore says that all tokens are to
+        stay. With a window, what was recorded before the tokens that are taken back can be taken back later.
 
         Args:
             tokens_to_remove: -n takes back n tokens, as in Transformers' recurrent caches. Columns count, also padding.
@@ -269,7 +272,7 @@ class RecurrentCache(Cache):
                     layer.hold(state)
                 self.seen_tokens -= num_tokens
         for layer in self.layers:
-            layer.calls = []
+            layer.crop(num_tokens)
 
     # ---- files -------------------------------------------------------------------------------------------------------
 

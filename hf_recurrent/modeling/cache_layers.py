@@ -19,6 +19,7 @@ class MixerCall:
     def __init__(self, mixer: nn.Module, args: tuple, kwargs: dict):
         self.mixer = weakref.ref(mixer)
         self.forgotten = 0  # tokens at the call's beginning, see `last`
+        self.taken_back = 0  # tokens at its end, see `first`
         (self.x, self.state, self.mask, self.reset), self.kwargs = args, kwargs
         self.with_grad, device_type = torch.is_grad_enabled(), self.x.device.type
         self.autocast = None  # arguments of torch.autocast, for devices that have it
@@ -28,7 +29,7 @@ class MixerCall:
 
     @property
     def num_tokens(self) -> int:
-        return self.x.shape[1]
+        return self.x.shape[1] - self.taken_back
 
     @property
     def nbytes(self) -> int:
@@ -47,11 +48,17 @@ class MixerCall:
         mixer = self.mixer()
         if mixer is None:
             raise RuntimeError("the model whose calls this cache has recorded is gone, and needed to take tokens back")
-        kept = torch.arange(self.num_tokens, device=self.x.device) < num_tokens
+        kept = torch.arange(self.x.shape[1], device=self.x.device) < num_tokens
         mask = kept.expand(len(self.x), -1) if self.mask is None else self.mask & kept
         autocast = contextlib.nullcontext() if self.autocast is None else torch.autocast(**self.autocast)
         with torch.set_grad_enabled(self.with_grad), autocast:
             return mixer(self.x, self.state, mask, self.reset, **self.kwargs)[1]
+
+    def first(self, num_tokens: int) -> "MixerCall":
+        """The call without what it read after its first `num_tokens`. That is kept, for products of the same shapes."""
+        other = copy.copy(self)
+        other.taken_back += self.num_tokens - num_tokens
+        return other
 
     def last(self, num_tokens: int) -> "MixerCall":
         """The call without what it read before its last `num_tokens`, in whose place is the state after it. That takes
@@ -130,6 +137,7 @@ class RecurrentLayer:
         self.states: dict[str, Tensor] = {}
         self.record_past = False
         self.window: int | None = None
+        self.kept_by_crop = 0  # tokens, without a window
         self.calls: list[MixerCall] = []
         self.device: torch.device | None = None  # where the states belong, while they are offloaded
 
@@ -161,7 +169,7 @@ class RecurrentLayer:
     def map(self, function: Callable[[Tensor], Tensor]) -> "RecurrentLayer":
         """This layer with `function` applied to every state, and to what is recorded."""
         other = type(self)()
-        other.record_past, other.window = self.record_past, self.window
+        other.record_past, other.window, other.kept_by_crop = self.record_past, self.window, self.kept_by_crop
         other.hold({name: function(state) for name, state in self.states.items()})
         other.calls = [call.map(function) for call in self.calls]
         return other
@@ -184,6 +192,19 @@ class RecurrentLayer:
             call = call.last(self.window)
         self.calls.append(call)
         while self.window is not None and self.recorded_tokens - self.calls[0].num_tokens >= self.window:
+            del self.calls[0]
+
+    def crop(self, num_tokens: int) -> None:
+        """Forgets the last `num_tokens` of those recorded, and of those before them all but the window."""
+        while num_tokens:
+            call = self.calls.pop()
+            if num_tokens < call.num_tokens:
+                self.calls.append(call.first(call.num_tokens - num_tokens))
+                return self.crop(0)
+            num_tokens -= call.num_tokens
+        keep = self.kept_by_crop if self.window is None else self.window
+        # By the tokens that are held, those taken back among them, lest they add up.
+        while self.calls and (not keep or sum(call.x.shape[1] for call in self.calls[1:]) >= keep):
             del self.calls[0]
 
     def states_before(self, num_tokens: int) -> dict[str, Tensor]:

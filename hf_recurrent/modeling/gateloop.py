@@ -30,7 +30,7 @@ from ..scan import gateloop_heads_scan, gateloop_scan
 from ..scan.gateloop import channel_loop
 from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS, polar
 from .configuration import RecurrentConfig, at_least, kernel_size, positive
-from .layers import LayerNorm, Linear, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
+from .layers import LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, project, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
 
 
@@ -107,12 +107,12 @@ class GateLoopMixer(nn.Module):
         if config.conv_kernel:
             self.conv1d = ShortConvolution(config.hidden_size, config.conv_kernel, bias=config.use_conv_bias)
             self.state_shapes["conv"] = self.conv1d.state_shape
-        self.in_proj = Linear(config.hidden_size, 3 * size, bias=config.use_bias)
+        self.in_proj = nn.Linear(config.hidden_size, 3 * size, bias=config.use_bias)
         # polar: [alpha | beta], each (heads, d_h); cartesian: (heads, 2), real and imaginary part
         transitions = (size if self.polar else self.num_heads) * (2 if self.complex_state else 1)
         self.transition_proj = self.transition = None
         if config.data_controlled:
-            self.transition_proj = Linear(config.hidden_size, transitions)
+            self.transition_proj = nn.Linear(config.hidden_size, transitions)
         else:
             self.transition = nn.Parameter(torch.empty(transitions))
         self.sub_ln = LayerNorm(size, eps=config.sub_ln_eps) if config.use_sub_ln else None
@@ -121,14 +121,14 @@ class GateLoopMixer(nn.Module):
         self.is_channel_loop = self.is_channel_loop and not config.use_sub_ln
         self.gate_proj = self.out_proj = None
         if config.use_gate:
-            self.gate_proj = Linear(config.hidden_size, size, bias=config.use_bias)
+            self.gate_proj = nn.Linear(config.hidden_size, size, bias=config.use_bias)
         if config.use_gate or size != config.hidden_size:
-            self.out_proj = Linear(size, config.hidden_size, bias=config.use_bias)
+            self.out_proj = nn.Linear(size, config.hidden_size, bias=config.use_bias)
 
     def transition_inputs(self, x: Tensor) -> Tensor:
         """What the transitions are made of: a projection, (B, L, ...), or the parameter in its place, (1, 1, ...)."""
         # A copy: weights that were read from a file lie at any multiple of their own size, complex numbers may not.
-        return self.transition[None, None].clone() if self.transition_proj is None else self.transition_proj(x)
+        return self.transition[None, None].clone() if self.transition_proj is None else project(self.transition_proj, x)
 
     def transitions(self, given: Tensor, dtype: torch.dtype) -> Tensor:
         """a of `gateloop_heads_scan` in `dtype` or its complex counterpart, from `transition_inputs`."""
@@ -188,11 +188,11 @@ class GateLoopMixer(nn.Module):
             x, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
         if output_attentions is None:
             output_attentions = self.config.output_attentions
-        qkv = self.in_proj(x)
-        before, start = starting_states(self, state, len(x))
+        qkv = project(self.in_proj, x)
+        before, start = starting_states(self, state, x.shape[0])
         if self.is_channel_loop and not output_attentions:
             y, new_state["recurrent"] = self._channel_loop(x, qkv, before, mask, reset, start)
-            return (y if self.out_proj is None else self.out_proj(y)), new_state
+            return (y if self.out_proj is None else project(self.out_proj, y)), new_state
 
         given = self.transition_inputs(x)
         wide = torch.promote_types(qkv.dtype, torch.float32)
@@ -210,9 +210,9 @@ class GateLoopMixer(nn.Module):
             y = self.sub_ln(y)
         y = y.to(qkv.dtype)
         if self.gate_proj is not None:
-            y = F.silu(self.gate_proj(x)) * y
+            y = F.silu(project(self.gate_proj, x)) * y
         if self.out_proj is not None:
-            y = self.out_proj(y)
+            y = project(self.out_proj, y)
         if not output_attentions:
             return y, new_state
         one_hot = torch.eye(x.shape[1], dtype=wide, device=x.device)[None, :, None]
@@ -224,8 +224,8 @@ class GateLoopMixer(nn.Module):
         """The gated y, (B, L, D), and the state after it."""
         y, state = channel_loop(
             qkv,
-            self.transition_proj(x),
-            None if self.gate_proj is None else self.gate_proj(x),
+            project(self.transition_proj, x),
+            None if self.gate_proj is None else project(self.gate_proj, x),
             self.config.magnitude_activation,
             self.config.phase_activation,
             None if state is None else state.flatten(1),

@@ -9,16 +9,16 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from .layers import Linear
+from ..scan.linear import linear
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of a piece's logits (positions, vocab_size) and labels (positions,)
 
 
-class LanguageModelHead(Linear):
+class LanguageModelHead(nn.Linear):
     """The projection to logits, or to a loss that is a sum over their positions."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None, loss: Loss | None = None, chunks: int = 1) -> Tensor:
@@ -30,9 +30,12 @@ class LanguageModelHead(Linear):
                 once.
         """
         if loss is None:
-            return super().forward(x)
+            return self._project(x)
         known = self.bias is None and not is_parametrized(self)
-        return sum_in_chunks(super().forward, x, labels, loss, chunks, self.weight if known else None)
+        return sum_in_chunks(self._project, x, labels, loss, chunks, self.weight if known else None)
+
+    def _project(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 def number_of_chunks(vocab_size: int, hidden_size: int) -> int:

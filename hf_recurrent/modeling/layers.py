@@ -19,6 +19,7 @@ A mixer may take more by keyword, the names in `RecurrentModel.mixer_kwargs`, an
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -56,11 +57,18 @@ def starting_states(mixer: nn.Module, state: State, batch: int) -> tuple[Tensor 
     return start.expand(batch, *start.shape).contiguous(), start
 
 
-class Linear(nn.Linear):
-    """A projection that is as fast for one token as memory is."""
+def project(projection: nn.Module, x: Tensor) -> Tensor:
+    """projection(x), as fast for one token as memory is where it is an nn.Linear that nobody looks at.
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    Not a class of its own: what replaces projections, by quantised ones say, looks for nn.Linear to the letter.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(projection) is not nn.Linear:
+        return projection(x)
+    # Accelerate puts a `forward` of its own in the place of the class's.
+    watched = projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection)
+    if watched or _global_forward_hooks or _global_forward_pre_hooks:
+        return projection(x)
+    return linear(x, projection.weight, projection.bias)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -109,12 +117,12 @@ class MLP(nn.Module):
 
     def __init__(self, config: RecurrentConfig):
         super().__init__()
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(x)))
+        return project(self.down_proj, self.act_fn(project(self.up_proj, x)))
 
 
 class RecurrentBlock(GradientCheckpointingLayer):

@@ -37,7 +37,7 @@ from ..scan import longhorn_scan
 from ..scan.longhorn import gated_scan
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, at_least, kernel_size, not_negative, positive
-from .layers import Linear, ShortConvolution, State, new_initial_state, starting_states
+from .layers import ShortConvolution, State, new_initial_state, project, starting_states
 from .model import (
     RecurrentForCausalLM,
     RecurrentForSequenceClassification,
@@ -126,43 +126,43 @@ class LonghornMixer(nn.Module):
         self.bidirectional = config.bidirectional
         self.state_shapes = {} if config.bidirectional else {"recurrent": (size, m)}
         self.initial_state = new_initial_state(config, (size, m))
-        self.in_proj = Linear(config.hidden_size, 2 * size, bias=config.use_bias)
+        self.in_proj = nn.Linear(config.hidden_size, 2 * size, bias=config.use_bias)
         self.conv1d = self.conv1d_b = None
         for suffix in ("", "_b") if config.bidirectional else ("",):
             if config.conv_kernel:
                 convolution = ShortConvolution(size, config.conv_kernel, bias=config.use_conv_bias)
                 setattr(self, f"conv1d{suffix}", convolution)
-            setattr(self, f"x_proj{suffix}", Linear(size, sum(self.widths), bias=False))
-            setattr(self, f"dt_head{suffix}", Linear(rank, size))
+            setattr(self, f"x_proj{suffix}", nn.Linear(size, sum(self.widths), bias=False))
+            setattr(self, f"dt_head{suffix}", nn.Linear(rank, size))
             setattr(self, f"D{suffix}", nn.Parameter(torch.ones(size)))
         if config.conv_kernel and not config.bidirectional:
             self.state_shapes["conv"] = self.conv1d.state_shape
-        self.out_proj = Linear(size, config.hidden_size, bias=config.use_bias)
+        self.out_proj = nn.Linear(size, config.hidden_size, bias=config.use_bias)
 
     def forward(self, x: Tensor, state: State, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, State]:
         new_state = {}
-        x, z = self.in_proj(x).chunk(2, dim=-1)
+        x, z = project(self.in_proj, x).chunk(2, dim=-1)
         if self.conv1d is None:
             u = F.silu(x)
         else:
             u, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset, silu=True)
-        before, start = starting_states(self, state, len(x))
+        before, start = starting_states(self, state, x.shape[0])
         inputs = self._inputs(u, self.x_proj, self.dt_head)
         if not self.bidirectional:
             y, new_state["recurrent"] = gated_scan(
                 *inputs, self.D, z, before, mask=mask, reset=reset, reset_state=start
             )
-            return self.out_proj(y), new_state
+            return project(self.out_proj, y), new_state
         o = self._recur(inputs, self.D, before, mask=mask, reset=reset, reset_state=start)
         u = F.silu(x if self.conv1d_b is None else self._convolve_back(x, mask, reset))
         inputs = self._inputs(u, self.x_proj_b, self.dt_head_b)
         o = (o + self._recur(inputs, self.D_b, None, mask=mask, reset=reset, reverse=True)) / 2
-        return self.out_proj(o.to(z.dtype) * F.silu(z)), {}
+        return project(self.out_proj, o.to(z.dtype) * F.silu(z)), {}
 
     def _inputs(self, u: Tensor, x_proj: nn.Linear, dt_head: nn.Linear) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x, dt, k and q of `longhorn_scan`."""
-        dt, k, q = x_proj(u).split(self.widths, dim=-1)
-        return u, dt_head(dt), k, q
+        dt, k, q = project(x_proj, u).split(self.widths, dim=-1)
+        return u, project(dt_head, dt), k, q
 
     def _recur(self, inputs: tuple[Tensor, ...], D: Tensor, state: Tensor | None, **options) -> Tensor:
         """o, (B, L, d), before the gate; `options` are those of `longhorn_scan`."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..scan import mingru_scan
 from .configuration import RecurrentConfig
-from .layers import Linear, RecurrentBlock, RMSNorm, ShortConvolution, State, new_initial_state, starting_states
+from .layers import RecurrentBlock, RMSNorm, ShortConvolution, State, new_initial_state, project, starting_states
 from .model import RecurrentForCausalLM, RecurrentForSequenceClassification, RecurrentModel
 
 
@@ -76,12 +76,12 @@ class MinGRUMixer(nn.Module):
             self.conv1d = ShortConvolution(config.hidden_size, config.conv_kernel, bias=config.use_conv_bias)
             self.state_shapes["conv"] = self.conv1d.state_shape
         if config.conv_residual:
-            self.conv_proj = Linear(config.hidden_size, config.hidden_size, bias=config.use_conv_bias)
+            self.conv_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_conv_bias)
             self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.in_proj = Linear(config.hidden_size, self.num_inputs * config.recurrent_size, bias=config.use_bias)
+        self.in_proj = nn.Linear(config.hidden_size, self.num_inputs * config.recurrent_size, bias=config.use_bias)
         self.out_proj = None
         if config.recurrent_size != config.hidden_size:
-            self.out_proj = Linear(config.recurrent_size, config.hidden_size, bias=config.use_bias)
+            self.out_proj = nn.Linear(config.recurrent_size, config.hidden_size, bias=config.use_bias)
 
     def forward(self, x: Tensor, state: State, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, State]:
         new_state, branch = {}, None
@@ -91,14 +91,14 @@ class MinGRUMixer(nn.Module):
             if self.conv_proj is None:
                 x = u
             else:
-                branch = self.conv_proj(u)
+                branch = project(self.conv_proj, u)
                 x = self.norm(x + branch)
-        inputs = self.in_proj(x).chunk(self.num_inputs, dim=-1)
-        before, start = starting_states(self, state, len(x))
+        inputs = project(self.in_proj, x).chunk(self.num_inputs, dim=-1)
+        before, start = starting_states(self, state, x.shape[0])
         h, new_state["recurrent"] = self.scan(
             *inputs, before, positive=self.positive, mask=mask, reset=reset, reset_state=start
         )
-        y = h if self.out_proj is None else self.out_proj(h)
+        y = h if self.out_proj is None else project(self.out_proj, h)
         return y if branch is None else branch + y, new_state
 
 

@@ -31,6 +31,7 @@ from .head import LanguageModelHead, number_of_chunks, sum_in_chunks
 from .layers import RecurrentBlock, RMSNorm, ShortConvolution
 
 IGNORED = -100  # a label without a loss
+KEPT_FOR_ASSISTANTS = 64  # tokens that an assistant may take back after it has taken some back
 # What the loss takes beside logits and labels; Trainer sends the first.
 LOSS_KWARGS = ("num_items_in_batch", "ignore_index", "shift_labels")
 # What the backbone takes and needs no code for: the decorators of `forward` see to it, or it changes no result.
@@ -420,7 +421,8 @@ class RecurrentModel(RecurrentPreTrainedModel):
                 outputs of real tokens nor the state; the outputs at padding itself mean nothing.
             position_ids: (B, L) or (1, L). Nothing is computed from positions, but a token at position 0, or at a
                 position that does not rise, is the first of its document and sees nothing before it: neither other
-                documents in its row nor the state in `past_key_values`.
+                documents in its row nor the state in `past_key_values`. The cache holds no positions: the first real
+                token of a call goes on with its state wherever it is, unless that is 0.
             past_key_values: the states to go on from, for the same number of rows.
             use_cache: whether to return the states after the last token, in `past_key_values` if it was given (which
                 is left as it was with use_cache=False). The configuration's by default.
@@ -714,6 +716,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: nothing to read; a cache that has seen all of `input_ids`, or more.
         """
+        kwargs.pop("tokenizer", None)  # of `stop_strings`: the methods of sampling and of beams pass it on
         if input_ids.shape[1] == 0 and inputs_embeds is None:
             raise ValueError(
                 f"input_ids is empty, with the shape {tuple(input_ids.shape)}: a prompt has a token or more"
@@ -798,7 +801,11 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             cache_class = StaticRecurrentCache if kind == "static" else RecurrentCache
             model_kwargs["past_key_values"] = cache_class(self.config)
             if generation_config.is_assistant:
-                model_kwargs["past_key_values"].activate_past_recording()
+                cache = model_kwargs["past_key_values"]
+                cache.activate_past_recording()
+                # One with a tokenizer of its own tokenises a text anew that goes on, which may change earlier tokens.
+                for layer in cache.layers:
+                    layer.kept_by_crop = KEPT_FOR_ASSISTANTS
 
     def _assisted_decoding(self, input_ids: Tensor, *args, inputs_tensor: Tensor | None = None, **kwargs):
         """As in Transformers. But afterwards the cache records what it recorded before, and the model has all of its

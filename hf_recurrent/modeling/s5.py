@@ -45,7 +45,7 @@ from ..scan.split import of_first
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, activation, at_least, kernel_size, not_negative, positive, probability
 from .hippo import hippo_normal, lecun_normal
-from .layers import MLP, LayerNorm, Linear, RecurrentBlock, ShortConvolution, State, new_initial_state, starting_states
+from .layers import MLP, LayerNorm, RecurrentBlock, ShortConvolution, State, new_initial_state, project, starting_states
 from .model import (
     IGNORED,
     RecurrentForCausalLM,
@@ -398,8 +398,8 @@ class S5Mixer(nn.Module):
             self.conv1d = ShortConvolution(width, config.conv_kernel, bias=config.use_conv_bias)
             self.state_shapes["conv"] = self.conv1d.state_shape
         if inner != width:
-            self.in_proj = Linear(width, inner, bias=bias)
-            self.out_proj = Linear(inner, width, bias=bias)
+            self.in_proj = nn.Linear(width, inner, bias=bias)
+            self.out_proj = nn.Linear(inner, width, bias=bias)
         self.ssm = S5SSM(config)
         if not config.bidirectional:
             self.state_shapes["recurrent"] = (self.ssm.states,)
@@ -407,9 +407,9 @@ class S5Mixer(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
         self.gelu_is_fused = config.hidden_act == "gelu_pytorch_tanh"
         if config.activation == "full_glu":
-            self.out1 = Linear(inner, inner, bias=bias)
+            self.out1 = nn.Linear(inner, inner, bias=bias)
         if config.activation != "gelu":
-            self.out2 = Linear(inner, inner, bias=bias)
+            self.out2 = nn.Linear(inner, inner, bias=bias)
         self.dropout = ChannelDropout(config.hidden_dropout)
 
     def forward(
@@ -420,11 +420,11 @@ class S5Mixer(nn.Module):
         if self.conv1d is not None:
             x, new_state["conv"] = self.conv1d(x, state.get("conv"), mask, reset)
         if self.in_proj is not None:
-            x = self.in_proj(x)
+            x = project(self.in_proj, x)
         # One tensor after the SSM in place of four, where nothing but its GELU is needed and that is the default one.
         fused = self.activation != "half_glu2" and self.gelu_is_fused
         skip = (lambda y, x, d: skip_gelu(y, x, d, self.dropout.scale(x))) if fused else _skip
-        before, start = starting_states(self, state, len(x))
+        before, start = starting_states(self, state, x.shape[0])
         y, final_state = self.ssm(x, before, mask, reset, **steps, skip=skip, reset_state=start)
         if final_state is not None:
             new_state["recurrent"] = final_state
@@ -432,9 +432,9 @@ class S5Mixer(nn.Module):
         if self.activation == "gelu":
             y = g
         else:
-            value = y if self.activation == "half_glu2" else g if self.out1 is None else self.out1(g)
-            y = gate(value, self.out2(g), self.dropout.scale(g))
-        return y if self.out_proj is None else self.out_proj(y), new_state
+            value = y if self.activation == "half_glu2" else g if self.out1 is None else project(self.out1, g)
+            y = gate(value, project(self.out2, g), self.dropout.scale(g))
+        return y if self.out_proj is None else project(self.out_proj, y), new_state
 
 
 class S5MLP(MLP):
@@ -444,15 +444,15 @@ class S5MLP(MLP):
         super().__init__(config)
         self.gated = config.mlp_type == "glu"
         if self.gated:
-            self.up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+            self.up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         elif config.mlp_type == "linear":
             self.act_fn = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
             return super().forward(x)
-        value, gated = self.up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(value * self.act_fn(gated))
+        value, gated = project(self.up_proj, x).chunk(2, dim=-1)
+        return project(self.down_proj, value * self.act_fn(gated))
 
 
 class S5Block(RecurrentBlock):

@@ -59,7 +59,7 @@ def _cpu_backward(x, weight, state, bias, flags, silu: bool, grad_y, grad_new_st
     grad_y, grad_new_state = cpu.rows(grad_y), grad_new_state.contiguous()
     grad_x, grad_state = torch.empty(x.shape, dtype=x.dtype), torch.empty_like(grad_new_state)
     segments = _segments(x)
-    grad_weight = torch.empty(len(x) * segments, weight.shape[2] + 1, x.shape[2], dtype=STATE_DTYPES[x.dtype])
+    grad_weight = torch.empty(x.shape[0] * segments, weight.shape[2] + 1, x.shape[2], dtype=STATE_DTYPES[x.dtype])
     addresses = (t.data_ptr() for t in (grad_new_state, grad_x, grad_state, grad_weight))
     _call_cpu(
         True, x, weight, state, bias, flags, silu, segments, 0, 0, *cpu.describe(grad_y), *addresses,
@@ -187,7 +187,7 @@ def _convolve_documents(x, weight, bias, state, mask, reset) -> tuple[Tensor, Te
         return y, inputs[:, length:].clone()
 
     taps, keep = _taps(x, taps_back, mask, reset)
-    rows = torch.arange(len(x), device=x.device)
+    rows = torch.arange(x.shape[0], device=x.device)
     last = _gather(inputs, rows[:, None], taps[:, -1], keep[:, -1])  # (B, k, D)
     taps, keep = taps[:, :-1], keep[:, :-1]
     if is_tracing(x):
@@ -209,12 +209,12 @@ def state_after(x: Tensor, taps_back: int, mask: Tensor | None, reset: Tensor | 
     if mask is None and reset is None:
         return inputs[:, x.shape[1] :]
     taps, keep = _taps(x, taps_back, mask, reset)
-    rows = torch.arange(len(x), device=x.device)
+    rows = torch.arange(x.shape[0], device=x.device)
     return _gather(inputs, rows[:, None], taps[:, -1], keep[:, -1])[:, 1:]
 
 
 def _zeros(x: Tensor, taps_back: int) -> Tensor:
-    return x.new_zeros(len(x), taps_back, x.shape[2])
+    return x.new_zeros(x.shape[0], taps_back, x.shape[2])
 
 
 def _taps(x: Tensor, taps_back: int, mask: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,8 @@ def _taps(x: Tensor, taps_back: int, mask: Tensor | None, reset: Tensor | None) 
     position = torch.arange(size, device=x.device).expand(batch, -1)
     real = position.new_ones(batch, size, dtype=torch.bool)
     if mask is not None:
-        real = torch.cat([real[:, :taps_back], mask], dim=1)
+        # Not joined by `cat`: inductor lays the mask into its output, and takes the strides for those of every length.
+        real = F.pad(mask, (taps_back, 0), value=True)
     # order[n] is the position of the n-th real input, rank[p] the n of position p (or of the last real one before)
     rank = real.cumsum(1) - 1
     order = torch.zeros(batch, size + 1, dtype=torch.long, device=x.device)

@@ -82,7 +82,7 @@ def _call(
     state = STATE_DTYPES[x.dtype]
     x, y = cpu.rows(x), cpu.rows(y)
     d = d if d is None else d.to(state).contiguous()
-    m = m if m is None else m.to(state).expand(len(x), 1, -1).contiguous()
+    m = m if m is None else m.to(state).expand(x.shape[0], 1, -1).contiguous()
     if x.numel():
         threads = cpu.threads_for(x.numel())
         fields = (*x.shape, threads, *cpu.describe(x), *cpu.describe(y), cpu.pointer(d), cpu.pointer(m), *fields)
@@ -91,7 +91,7 @@ def _call(
 
 def _apply(plain: Callable, x: Tensor, y: Tensor, d: Tensor | None, m: Tensor | None) -> Tensor:
     channels, other = x.shape[-1:], "skipped" if plain is _skip_gelu else "gate"
-    for name, t, shape in ((other, y, x.shape), ("d", d, channels), ("scale", m, (len(x), 1, *channels))):
+    for name, t, shape in ((other, y, x.shape), ("d", d, channels), ("scale", m, (x.shape[0], 1, *channels))):
         if t is not None and t.shape != shape:
             raise ValueError(f"{name} must have the shape {tuple(shape)}, got {tuple(t.shape)}")
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, FakeTensor)

@@ -77,9 +77,9 @@ def channel_loop(
     inputs = (qkv, transition) if gate is None else (qkv, transition, gate)
     kernel = None
     if (
-        0 < batch * length <= FEW
+        unobserved(*inputs, initial_state, mask, reset)  # before sizes, of which an export would take note
+        and 0 < batch * length <= FEW
         and (reset is None or reset_state is None)
-        and unobserved(*inputs, initial_state, mask, reset)
         and dtype in cpu.REAL
         and all(x.dtype is dtype and x.shape[:2] == (batch, length) for x in inputs)
         and transition.shape[2] == 2 * channels

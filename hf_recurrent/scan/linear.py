@@ -28,8 +28,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtype, kernel = x.dtype, None
     if (
         x.dim() == 3
+        and unobserved(x, weight, bias)  # before sizes, of which an export would take note
         and 0 < x.shape[0] * x.shape[1] <= FEW
-        and unobserved(x, weight, bias)
         and dtype in cpu.REAL
         and weight.dtype is dtype
         and weight.dim() == 2

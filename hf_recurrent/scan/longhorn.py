@@ -214,7 +214,7 @@ def longhorn_scan(
         def kept(inputs):
             """The state that is left of ones, when nothing is added to it."""
             x, dt, k, q = inputs
-            ones = torch.ones(len(x), x.shape[2], k.shape[2], dtype=STATE_DTYPES[dtype], device=x.device)
+            ones = torch.ones(x.shape[0], x.shape[2], k.shape[2], dtype=STATE_DTYPES[dtype], device=x.device)
             return run((torch.zeros_like(x), dt, k, q), ones)[1]
 
         return split.scan(group, run, kept, [x, dt, k, q])

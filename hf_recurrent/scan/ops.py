@@ -358,7 +358,7 @@ def scan(
     is_bare = backend is mask is reset is reset_state is None and not update_state
     if is_bare and last is not None and _needs_no_checks(tensors, initial_state):
         return cpu.forward(cell.name, tensors, initial_state, None, reverse)
-    for name, x in inputs.items():
+    for name, x in reversed(inputs.items()):  # the last one first, which the others are compared with
         check_tensor(name, x, last)
     if last.dim() != 3:
         raise ValueError(f"{names[-1]} must have the shape (batch, length, channels), got {tuple(last.shape)}")

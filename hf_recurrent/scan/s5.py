@@ -67,12 +67,12 @@ def drive(
     Returns:
         Lambda-bar, (P',) complex, and B-bar u, (B, L, P') complex.
     """
-    dtype, rows, states = x.dtype, x.shape[:2].numel(), len(b)
+    dtype, rows, states = x.dtype, x.shape[0] * x.shape[1], len(b)
     vectors = (real, imaginary, log_step)
     kernel = None
     if (
-        0 < rows <= FEW
-        and unobserved(x, b, *vectors)
+        unobserved(x, b, *vectors)  # before sizes, of which an export would take note
+        and 0 < rows <= FEW
         and dtype in cpu.REAL
         and all(t.dtype is dtype and t.is_contiguous() for t in (b, *vectors))
         and b.shape == (states, x.shape[2], 2)
@@ -101,11 +101,11 @@ def read(h: Tensor, c: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     Returns:
         scale * Re(C h), (B, L, H) in `dtype`.
     """
-    rows, states = h.shape[:2].numel(), h.shape[2]
+    rows, states = h.shape[0] * h.shape[1], h.shape[2]
     kernel = None
     if (
-        0 < rows <= FEW
-        and unobserved(h, c)
+        unobserved(h, c)
+        and 0 < rows <= FEW
         and dtype in cpu.REAL
         and c.dtype is dtype
         and h.dtype is COMPLEX_STATE_DTYPES[dtype]

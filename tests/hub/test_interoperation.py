@@ -1,8 +1,10 @@
 """Other people's formats and tools: safetensors' metadata, bfloat16, torch.export."""
 
+import copy
 import subprocess
 import sys
 import sysconfig
+import warnings
 
 import pytest
 import torch
@@ -100,3 +102,32 @@ def test_int8_weights_of_torchao(name, tmp_path):
     with torch.no_grad():
         back = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow")(ids).logits
     torch.testing.assert_close(back, logits, rtol=0, atol=0)
+
+
+@each_family
+def test_a_model_as_a_program_of_any_size(name):
+    model, ids = small(name), torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    sizes = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", min=2, max=4096)}
+    inputs, shapes = {"input_ids": ids, "use_cache": False}, {"input_ids": sizes, "use_cache": None}
+    with torch.no_grad():
+        program = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
+        for batch, length in ((2, 9), (5, 23), (1, 2)):
+            ids = torch.randint(1, 61, (batch, length), generator=torch.Generator().manual_seed(1))
+            got, want = program(input_ids=ids, use_cache=False).logits, model(ids, use_cache=False).logits
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@each_family
+def test_what_replaces_linear_layers_finds_them(name):
+    """Quantisers look for nn.Linear itself, and pass over other classes in silence."""
+    model, ids = small(name), torch.arange(9)[None]
+    projections = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
+    assert projections and all(type(module) is torch.nn.Linear for module in projections)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        narrow = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model.model), {torch.nn.Linear})
+    assert not any(isinstance(module, torch.nn.Linear) for module in narrow.modules())
+    with torch.no_grad():
+        for some in (ids, ids[:, :1]):
+            got, want = narrow(some).last_hidden_state, model.model(some).last_hidden_state
+            assert 0 < (got - want).abs().max() < 0.3 * want.abs().max()

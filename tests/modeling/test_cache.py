@@ -266,6 +266,46 @@ def test_the_window_bounds_what_is_recorded(model, config):
         cache.activate_past_recording(0)
 
 
+@each_variant
+@torch.no_grad()
+def test_a_window_survives_crop(config):
+    """Tokens before those that were taken back can be taken back too, to the bit, as can what came after."""
+    model = causal_lm(config).float()
+    cache, ids = recording(model, window=12), token_ids(config, 3, 14)
+    snapshots = [cache.clone()]
+    for start, end in ((0, 3), (3, 4), (4, 9)):
+        model(ids[:, start:end], past_key_values=cache)
+        snapshots.append(cache.clone())
+    cache.crop(-3)
+    model(ids[:, 9:11], past_key_values=cache)
+    cache.crop(-2)
+    partly = cache.clone()
+    cache.crop(-2)
+    assert equal(cache, snapshots[2])
+    cache.crop(-1)
+    assert equal(cache, snapshots[1])
+    cache.crop(-3)
+    assert equal(cache, snapshots[0]) and cache.layers[0].recorded_tokens == 0
+    model(ids[:, 11:], past_key_values=partly)
+    partly.crop(-5)
+    assert equal(partly, snapshots[2])
+    with pytest.raises(ValueError, match="cannot take back 5 tokens: 4 are recorded"):
+        partly.crop(-5)
+
+
+@each_family
+@torch.no_grad()
+def test_what_is_taken_back_again_and_again_takes_no_more_memory(model, config):
+    cache, sizes = recording(model, window=4), []
+    for _ in range(30):
+        model(token_ids(config, 3, 4), past_key_values=cache)
+        cache.crop(-3)
+        sizes.append(cache.nbytes)
+    assert max(sizes) == max(sizes[:3])
+    with pytest.raises(TypeError):
+        cache.activate_past_recording(1.5)
+
+
 @each_family
 @torch.no_grad()
 def test_crop_after_batch_operations(model, config):

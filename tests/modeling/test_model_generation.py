@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from families import causal_lm, classifier, each_family, each_variant, states, token_ids
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -423,3 +424,50 @@ def test_low_precision_decoding(config, tmp_path):
     scale = exact.abs().max()
     assert (torch.cat(logits, dim=1) - exact).abs().max() < 0.03 * scale
     assert (whole.logits - exact).abs().max() < 0.03 * scale
+
+
+def byte_pairs(text: str, size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<pad>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text] * 10, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+
+
+@each_family
+@pytest.mark.filterwarnings("ignore")
+def test_an_assistant_with_another_tokenizer(config):
+    """Its text is tokenised anew at each turn, which may change tokens from before the last turn."""
+    ours, theirs = byte_pairs("hello world this is a text", 290), byte_pairs("lorem ipsum dolor", 280)
+    for seed in range(6):
+        both = []
+        for tokenizer in (ours, theirs):
+            config.vocab_size, config.initializer_range = len(tokenizer), 0.1
+            torch.manual_seed(seed)
+            both.append(AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval())
+        model, assistant = both
+        ids = ours(["hello world this is", "a text", "world"][seed % 3], return_tensors="pt").input_ids
+        options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+        tokenizers = {"tokenizer": ours, "assistant_tokenizer": theirs}
+        got = model.generate(ids, assistant_model=assistant, **tokenizers, **options)
+        assert torch.equal(got, model.generate(ids, **options))
+
+
+@each_family
+@pytest.mark.parametrize("beams", [1, 2])
+def test_stop_strings(config, beams):
+    tokenizer = byte_pairs("hello world this is a text", 290)
+    config.vocab_size = len(tokenizer)
+    model = causal_lm(config)
+    ids = tokenizer("hello", return_tensors="pt").input_ids
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "tokenizer": tokenizer, "num_beams": beams}
+    whole = model.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    stop = next(text for token in whole[2:] if "\ufffd" not in (text := tokenizer.decode([token])))
+    got, uncached = (model.generate(ids, stop_strings=[stop], use_cache=use, **options) for use in (True, False))
+    assert torch.equal(got, uncached)
+    if beams == 1:
+        first = next(n for n in range(len(whole)) if stop in tokenizer.decode(whole[: n + 1]))
+        assert got[0, ids.shape[1] :].tolist() == whole[: first + 1]

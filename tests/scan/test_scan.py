@@ -509,3 +509,9 @@ def test_bad_mingru_arguments():
         mingru_scan(x, x.to(torch.complex64))
     with pytest.raises(ValueError, match="hidden, forget and input must have one shape"):
         minlstm_scan(x, x, x[:, :1])
+
+
+@pytest.mark.parametrize("b", [None, [1.0], 3])
+def test_what_is_no_tensor(b):
+    with pytest.raises(TypeError, match="b must be a tensor, got"):
+        linear_scan(torch.ones(1, 1, 1), b)
