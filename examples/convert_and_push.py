@@ -30,7 +30,10 @@ def main() -> None:
     args = parser.parse_args()
 
     # The format is found by the tensors' names. What the checkpoint does not say is asked for, never guessed.
-    report = convert(args.checkpoint, args.folder, tokenizer=args.tokenizer)
+    try:
+        report = convert(args.checkpoint, args.folder, tokenizer=args.tokenizer)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     print(f"{report.format} to {report.model_class}, {report.parameters:,} parameters in {report.dtype}")
 
     model = AutoModelForCausalLM.from_pretrained(args.folder).eval()

@@ -29,10 +29,13 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="documents of each task (all)")
     args = parser.parse_args()
 
+    try:
+        text = args.text.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        parser.error(f"--text {args.text}: {error}")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model).eval()
 
-    text = args.text.read_text(encoding="utf-8")
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     result = measure_perplexity(model, tokens, text_bytes=len(text.encode()))
     print("tokens before    perplexity")

@@ -7,7 +7,6 @@ import argparse
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_recurrent  # noqa: F401  (registers the models)
@@ -33,6 +32,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/lora"), help="folder (%(default)s)")
     args = parser.parse_args()
 
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        parser.error(f"{error}: pip install '.[examples]'")
     try:
         text = "\n".join(file.read_text(encoding="utf-8") for file in args.data)
     except (OSError, ValueError) as error:

@@ -70,6 +70,13 @@ def test_help_of_each_command(command, capsys):
     assert f"usage: hf-recurrent {command}" in text and f"examples:\n  hf-recurrent {command}" in text
 
 
+def test_help_on_tasks_without_a_name(capsys):
+    for argv in (["train", "--task", "--help"], ["train", "--task", "listops", "--help"]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(argv)
+        assert left.value.code == 0 and "usage: hf-recurrent train --task NAME" in capsys.readouterr().out
+
+
 def test_mistakes(run, model, tmp_path):
     assert "unknown command trian; the nearest valid one is train" in run("trian", status=2)
     assert "unknown flag --modle; the nearest valid one is --model" in run("generate", "--modle", "x", status=2)
@@ -147,6 +154,16 @@ def test_ctrl_c_during_the_imports(tmp_path):
     # A program that imports the package has its own way with a KeyboardInterrupt.
     done = program(tmp_path / "another", INTERRUPTED + "import hf_recurrent")
     assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr
+
+
+def test_ctrl_c_that_an_import_catches(tmp_path):
+    """As NumPy does, which torch imports."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    code = f"sys.path.insert(0, {str(tmp_path)!r}); from hf_recurrent.cli import main; sys.exit(main(['info']))"
+    done = program(tmp_path / "hf-recurrent", "import sys\n" + code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hf-recurrent: interrupted\n")
 
 
 def test_help_and_wrong_flags_need_no_torch(tmp_path):
@@ -304,6 +321,43 @@ def test_ctrl_c_keeps_the_state_of_what_was_read(run, model, tmp_path, monkeypat
     assert not (tmp_path / "nothing").exists()
 
 
+def test_sigterm_keeps_the_state_of_what_was_read(model, tmp_path):
+    env = os.environ | {"PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1]), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "hf_recurrent", "generate", "--model", model, "--cpu", "--stream", "--prompt", "-"]
+    with subprocess.Popen(
+        [*command, "--state-out", tmp_path / "state"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    ) as process:
+        process.stdin.write(b"import os")
+        process.stdin.flush()
+        assert process.stdout.read(9) == b"import os"  # it has been read
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert (tmp_path / "state").is_file()
+
+
+def test_the_state_of_another_model(run, model, tmp_path, capsys):
+    """Of the same sizes: it may be meant, and is said."""
+    torch.manual_seed(1)
+    config = hf_recurrent.MinGRUConfig.from_pretrained(model)
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    flags = ["--temperature", 0, "--max-new-tokens", 3, "--prompt", "abc"]
+    run("generate", "--model", model, *flags, "--state-out", tmp_path / "state")
+    for name, warnings in ((model, 0), (other, 1)):
+        arguments = ["generate", "--model", name, *flags, "--state-in", tmp_path / "state"]
+        assert cli.main(list(map(str, arguments))) == 0
+        assert capsys.readouterr().err.count("holds the state of a model with other weights") == warnings
+
+
+def test_standard_input_without_a_text(run, model, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert "--prompt -: standard input is closed" in run("generate", "--model", model, "--prompt", "-", status=2)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    message = run("generate", "--model", model, "--prompt", "-", status=2)
+    assert "--prompt -: standard input tokenises to nothing" in message
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_standard_input_of_any_length(run, model, tmp_path, monkeypatch, stream):
     """It is read in pieces, of which no more than two are held; the text goes on as if it had come at once."""
@@ -435,6 +489,48 @@ def test_models_that_are_refused(run, model, tmp_path, monkeypatch):
     assert f"--model {tmp_path}: its config.json cannot be used" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["AutoConfig", "AutoTokenizer"])
+def test_code_of_a_folder_is_never_run(model, tmp_path, part):
+    """Nor is it asked about: what standard input holds is the prompt."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n")
+    name, kind = ("config.json", {"model_type": "foo"}) if part == "AutoConfig" else ("tokenizer_config.json", {})
+    settings = json.loads((folder / name).read_text())
+    code = "theirs.C" if part == "AutoConfig" else ["theirs.C", "theirs.C"]
+    settings |= {"auto_map": {part: code}, **kind}
+    if part == "AutoTokenizer":
+        settings["tokenizer_class"] = "C"
+    (folder / name).write_text(json.dumps(settings))
+    env = os.environ | {"PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
+    for command in (["info"], ["generate", "--prompt", "-", "--cpu"]):
+        if command == ["info"] and part == "AutoTokenizer":
+            continue
+        done = subprocess.run(
+            [sys.executable, "-m", "hf_recurrent", command[0], "--model", folder, *command[1:]],
+            input="y\ny\n",
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout == "" and done.stderr.count("\n") == 1 and done.returncode == 2, done.stderr
+        assert done.stderr.startswith(f"hf-recurrent: error: --model {folder}: ")
+        assert ("is of type 'foo'" if part == "AutoConfig" else "its tokenizer cannot be loaded") in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_tokenizers_that_are_refused(run, model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    flags = ["generate", "--model", folder, "--prompt", "a"]
+    whole = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(whole[:100])
+    message = run(*flags, status=2)
+    assert f"--model {folder}: its tokenizer cannot be loaded: tokenizer.json: " in message
+    (folder / "tokenizer.json").unlink()
+    assert "cannot be loaded: there is none in tokenizer.json, nor in files of another kind" in run(*flags, status=2)
+
+
 def test_weights_that_are_refused(run, model, tmp_path):
     def refusal(change):
         folder = tmp_path / "changed"
@@ -516,6 +612,16 @@ PAPERS_COUNTS = {
     "vision-longhorn-small": 26e6,
 }
 PRESETS = {name: config_class for config_class in hf_recurrent.FAMILIES for name in config_class.presets}
+
+
+def test_info_on_a_classifier(run, tmp_path):
+    """It is of the class that it was saved with."""
+    config = hf_recurrent.S5Config(
+        vocab_size=7, hidden_size=8, num_hidden_layers=1, state_size=4, num_blocks=1, num_labels=3, pooling="mean"
+    )
+    hf_recurrent.S5ForSequenceClassification(config).save_pretrained(tmp_path)
+    facts = json.loads(run("info", "--model", tmp_path, "--json"))["model"]
+    assert facts["family"] == "s5" and facts["layers"] == 1
 
 
 def test_every_family_has_presets_under_its_own_name():

@@ -93,15 +93,28 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _orderly_termination() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that what is half-written is cleared away as it is after Ctrl-C."""
+    """SIGTERM raises SystemExit, so that what is half-written is cleared away as it is after Ctrl-C. Ctrl-C while torch
+    is imported ends the process: what it imports in turn may catch the exception, and go on with half a module."""
     if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as under nohup
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, _interrupted)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupted(number: int, frame) -> None:
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "torch":
+            print("hf-recurrent: interrupted", file=sys.stderr, flush=True)
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _run(argv: list[str]) -> int:

@@ -20,6 +20,7 @@ examples:
     add = parser.add_argument
     add_model_flags(parser, "compute")
     add("--data-files", required=True, nargs="+", metavar="FILE", help="text files (globs too), read as one text")
+    add("--text-column", default="text", metavar="NAME", help="of JSON lines, CSV and Parquet files")
     add(
         "--window",
         type=number(int, 2),
@@ -37,7 +38,7 @@ def run(argv: list[str]) -> int:
     from tqdm import tqdm
 
     from ..evaluation import measure_perplexity
-    from ..evaluation.perplexity import save
+    from ..evaluation.perplexity import save, shown
     from ..hub.card import run_facts
     from ..training.report import table
     from ..training.sources import expand, file_documents
@@ -47,7 +48,7 @@ def run(argv: list[str]) -> int:
     if args.output is not None:
         check_output_folder(args, "perplexity.json")
     model, tokenizer = load_model_and_tokenizer(args)
-    texts = list(file_documents(files, "text").texts())
+    texts = list(file_documents(files, args.text_column).texts())
     text_bytes = sum(len(text.encode()) for text in texts)
     tokens = (
         token
@@ -63,10 +64,10 @@ def run(argv: list[str]) -> int:
     whole = result.as_dict()
     rows = [("tokens before", "tokens  perplexity")]
     rows += [
-        (f"{row['from']:,} to {row['to']:,}", f"{row['tokens']:,}  {row['perplexity']:10,.3f}")
+        (f"{row['from']:,} to {row['to']:,}", f"{row['tokens']:,}  {shown(row['perplexity']):>10}")
         for row in whole["by_position"]
     ]
-    rows.append(("all", f"{whole['tokens']:,}  {whole['perplexity']:10,.3f}"))
+    rows.append(("all", f"{whole['tokens']:,}  {shown(whole['perplexity']):>10}"))
     print(table(rows))
     print(f"{whole['bits_per_byte']:.4f} bits per byte, over {counted(text_bytes, 'byte')}")
     if args.output is not None:

@@ -2,16 +2,21 @@
 
 import argparse
 import codecs
+import hashlib
 import json
 import re
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 
 from ..messages import first_line, within_memory
 from .parser import LARGEST, CommandLineError, Parser, add_model_flags, check_writable, load_model_and_tokenizer, number
 
 PREFILL_TOKENS = 4096  # of a long prompt, read at once
 CONTEXT_TOKENS = 8  # of a text, that are decoded with what goes on after it: characters may begin in them
+SAMPLED = 64  # numbers of each weight, by which a state file knows its model
 PIECE = 1 << 16  # characters of standard input after which what has come is tokenised and read
 
 
@@ -97,13 +102,15 @@ def run(argv: list[str]) -> int:
     model, tokenizer = load_model_and_tokenizer(args)
     cache, unread, context, held = RecurrentCache(model.config), [], [], 0
     if args.state_in is not None:
-        cache, unread, context, held = _load_state(args.state_in, model.config, model.device)
+        cache, unread, context, held = _load_state(args.state_in, model)
     if args.prompt:  # an incomplete character at the end of the text before stays one
         print("\ufffd" * held, end="", flush=True)
         context, held = [], 0
     prompt, special, interrupts = args.prompt or "", args.state_in is None, []
     if prompt == "-":
         prompt = ""
+        if sys.stdin is None:
+            raise CommandLineError("--prompt -: standard input is closed")
         for piece in _pieces(_standard_input(args.stream, None if args.state_out is None else interrupts)):
             if prompt:  # another one follows: this one is read, but for its last token
                 unread += _tokens(tokenizer, prompt, special, args.model, model.config.vocab_size)
@@ -116,10 +123,11 @@ def run(argv: list[str]) -> int:
     if interrupts:
         if tokens := [*unread, *ids]:  # else there is no state yet
             _read(model, tokens[:-1], cache)
-            _save_state(args.state_out, cache, tokens[-1:], context + ids, 0)
+            _save_state(args.state_out, model, cache, tokens[-1:], context + ids, 0)
         raise interrupts[0]
     if not unread and not tokenizer(prompt, add_special_tokens=False)["input_ids"]:
-        raise CommandLineError(f"--prompt {prompt!r} tokenises to nothing: give at least one character")
+        given = "-: standard input" if args.prompt == "-" else f"{prompt!r}"
+        raise CommandLineError(f"--prompt {given} tokenises to nothing: give at least one character")
     if args.stream and args.prompt not in (None, "-"):
         print(prompt, end="", flush=True)
     if args.seed is not None:
@@ -152,14 +160,23 @@ def run(argv: list[str]) -> int:
     if args.state_out is not None:
         new = output[cache.seen_tokens :]
         cache.seen_tokens += before
-        _save_state(args.state_out, cache, new, context, held)
+        _save_state(args.state_out, model, cache, new, context, held)
     return 0
 
 
-def _save_state(name: str, cache, unread: list[int], context: list[int], held: int) -> None:
+def _save_state(name: str, model, cache, unread: list[int], context: list[int], held: int) -> None:
     """What `_load_state` reads."""
-    tail = {"unread": unread, "context": context[-CONTEXT_TOKENS:], "held": held}
+    tail = {"unread": unread, "context": context[-CONTEXT_TOKENS:], "held": held, "weights": _weights(model)}
     cache.save(name, {name: json.dumps(value) for name, value in tail.items()})
+
+
+def _weights(model) -> str:
+    """By which a model's weights are told from others of the same shapes: a hash of some of each."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        some = weight.flatten()[:: max(1, weight.numel() // SAMPLED)][:SAMPLED]
+        digest.update(f"{name} {some.tolist()}".encode())
+    return digest.hexdigest()[:16]
 
 
 def _text(tokenizer, ids: list[int]) -> str:
@@ -188,22 +205,62 @@ def _streamer(tokenizer, context: list[int], held: int, holds: bool):
     return streamer
 
 
-def _standard_input(echo: bool, interrupts: list[KeyboardInterrupt] | None = None) -> Iterator[str]:
-    """Its text, as it comes; printed on the way where `echo` is set. Where a list of `interrupts` is given, Ctrl-C ends
-    the text, an incomplete character at its end left out, and is noted there.
+class _Waiting:
+    """Reads standard input. Ctrl-C and SIGTERM are raised where it is waited for; what else goes on is done first,
+    unless they come a second time: a state is of whole pieces of a text."""
+
+    def __init__(self):
+        self.waits, self.came = False, None
+
+    def __enter__(self) -> "_Waiting":
+        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        heard = [signum for signum in numbers if signal.getsignal(signum) is not signal.SIG_IGN]
+        self.before = {signum: signal.signal(signum, self._interrupted) for signum in heard}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for signum, handler in self.before.items():
+            signal.signal(signum, handler)
+
+    def _interrupted(self, signum: int, frame) -> None:
+        again = self.came is not None
+        self.came = KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)
+        if self.waits or again:
+            raise self.came
+
+    def read(self) -> bytes:
+        self.waits = True
+        try:
+            if self.came is not None:
+                raise self.came
+            return sys.stdin.buffer.read1(PIECE)
+        finally:
+            self.waits = False
+
+
+def _standard_input(echo: bool, interrupts: list[BaseException] | None = None) -> Iterator[str]:
+    """Its text, as it comes; printed on the way where `echo` is set. Where a list of `interrupts` is given, Ctrl-C or
+    SIGTERM ends the text, an incomplete character at its end left out, and is noted there.
 
     Raises:
         CommandLineError: it is not UTF-8.
     """
+    if interrupts is None:
+        yield from _decoded(lambda: sys.stdin.buffer.read1(PIECE), echo)
+        return
+    with _Waiting() as waiting:
+        try:
+            yield from _decoded(waiting.read, echo)
+            if waiting.came is not None:  # while the last piece was read
+                raise waiting.came
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            interrupts.append(interrupt)
+
+
+def _decoded(read: Callable[[], bytes], echo: bool) -> Iterator[str]:
     decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
     while True:
-        try:
-            data = sys.stdin.buffer.read1(PIECE)
-        except KeyboardInterrupt as interrupt:
-            if interrupts is None:
-                raise
-            interrupts.append(interrupt)
-            return
+        data = read()
         pending = len(decoder.getstate()[0])
         try:
             text = decoder.decode(data, final=not data)
@@ -258,15 +315,16 @@ def _read(model, ids: list[int], cache) -> None:
             model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
-def _load_state(name: str, config, device) -> tuple:
+def _load_state(name: str, model) -> tuple:
     """What --state-out wrote into a file: the cache, the tokens generated last that it has not read, the last tokens of
-    the text, and how many characters at their end are not printed."""
+    the text, and how many characters at their end are not printed. Warns where it is of a model with other weights."""
     from safetensors import safe_open
 
     from ..modeling import RecurrentCache
 
+    config = model.config
     try:
-        cache = RecurrentCache.load(name, config, device)
+        cache = RecurrentCache.load(name, config, model.device)
         with safe_open(name, "pt") as file:
             metadata = file.metadata() or {}
         unread, context = (json.loads(metadata.get(key, "[]")) for key in ("unread", "context"))
@@ -280,6 +338,12 @@ def _load_state(name: str, config, device) -> tuple:
                 raise ValueError("is a damaged state file: its unread tokens are not token ids")
         if held not in (0, 1, 2, 3):
             raise ValueError(f"is a damaged state file: it holds {held} characters back")
+        if json.loads(metadata.get("weights", "null")) not in (None, _weights(model)):
+            warnings.warn(
+                f"--state-in {name}: holds the state of a model with other weights than --model's, which may not make "
+                "sense of it",
+                stacklevel=2,
+            )
     except (OSError, ValueError) as error:
         raise CommandLineError(f"--state-in {name}: {first_line(error)}") from None
     return cache, unread, context, held

@@ -77,10 +77,14 @@ def _cache() -> dict[str, str | int]:
 
 
 def _model_facts(name: str) -> dict[str, object]:
-    from ..training.model import load_model
+    from transformers import AutoModelForCausalLM
+
+    from ..hub.staging import architecture, model_classes
+    from ..training.model import check_folder, load_model
 
     no_bars_for_files()
-    return {"folder": name, **_size_facts(load_model(name).eval())}
+    kind = model_classes().get(architecture(check_folder(name)), AutoModelForCausalLM)
+    return {"folder": name, **_size_facts(load_model(name, model_class=kind).eval())}
 
 
 def _preset_facts(name: str) -> dict[str, object]:

@@ -25,7 +25,7 @@ What cannot be used is named in the page, with the reason.""",
     )
     add = parser.add_argument
     add("folders", nargs="+", metavar="DIR", help="folder of a run, or one in which runs lie, at any depth")
-    add("--output", default="report.html", metavar="FILE", help="page, .html or .md (default: report.html)")
+    add("--output", default="report.html", metavar="FILE", help="page, .html or .md")
     add("--papers", action="store_true", help="also list the papers' figures that no run stands beside, as not run")
     args = parser.parse(argv)
     output = Path(args.output)

@@ -64,6 +64,8 @@ def _said(metric: str, value: float) -> str:
 
 
 def run(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):  # also behind a --task without a name, as one asks who does not know them
+        argv = ["--help"]
     args = _parser().parse(argv)
     in_one_process("--task trains")
 

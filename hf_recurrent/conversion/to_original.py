@@ -77,7 +77,7 @@ def to_original(
 
 def _our_class(source: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a broken config.json makes of each library
         raise Refused(f"{source}: its config.json cannot be used: {first_line(error)}") from None
     named = (config.architectures or [None])[0]

@@ -14,6 +14,8 @@ from ..files import replacing, write_whole
 from ..modeling import RecurrentCache, stream
 from ..modeling.model import RecurrentForCausalLM
 
+LARGEST_LOSS = 700.0  # nats per token whose perplexity a float holds
+
 
 @dataclass
 class Perplexity:
@@ -43,15 +45,15 @@ class Perplexity:
         return self.loss * self.read / math.log(2) / self.text_bytes
 
     def rows(self) -> list[dict]:
-        """By position: tokens before (from, to), tokens, loss, perplexity."""
+        """By position: tokens before (from, to), tokens, loss, perplexity (None where a float does not hold it)."""
         return [
-            {"from": 2**k, "to": 2 ** (k + 1) - 1, "tokens": n, "loss": nats / n, "perplexity": math.exp(nats / n)}
+            {"from": 2**k, "to": 2 ** (k + 1) - 1, "tokens": n, "loss": nats / n, "perplexity": _perplexity(nats / n)}
             for k, (nats, n) in enumerate(zip(self.nats, self.tokens, strict=True))
             if n
         ]
 
     def as_dict(self) -> dict:
-        whole = {"loss": self.loss, "perplexity": math.exp(self.loss), "bits_per_byte": self.bits_per_byte}
+        whole = {"loss": self.loss, "perplexity": _perplexity(self.loss), "bits_per_byte": self.bits_per_byte}
         return {**whole, "tokens": sum(self.tokens), "text_bytes": self.text_bytes, "by_position": self.rows()}
 
     def add(self, before: int, nats: torch.Tensor) -> None:
@@ -64,6 +66,17 @@ class Perplexity:
         for place, (total, count) in enumerate(zip(sums, counts, strict=True)):
             self.nats[place] += total
             self.tokens[place] += count
+
+
+def _perplexity(loss: float) -> float | None:
+    return math.exp(loss) if loss <= LARGEST_LOSS else None
+
+
+def shown(perplexity: float | None) -> str:
+    """For tables."""
+    if perplexity is None:
+        return f"> e^{LARGEST_LOSS:.0f}"
+    return f"{perplexity:,.3f}" if perplexity < 1e9 else f"{perplexity:.3e}"
 
 
 def measure_perplexity(
@@ -127,7 +140,8 @@ def save(result: Perplexity, folder: Path, title: str, sequence_length: int | No
 def curve(rows: list[dict]) -> tuple[list[float], list[float]]:
     """Of `Perplexity.rows`, x and y: a point stands in the (geometric) middle of the positions that it is the mean
     of."""
-    return [math.sqrt(row["from"] * row["to"]) for row in rows], [row["perplexity"] for row in rows]
+    drawn = [row for row in rows if row["perplexity"] is not None]
+    return [math.sqrt(row["from"] * row["to"]) for row in drawn], [row["perplexity"] for row in drawn]
 
 
 def _plot(result: Perplexity, title: str, path: Path) -> None:
@@ -138,17 +152,22 @@ def _plot(result: Perplexity, title: str, path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    rows = result.rows()
-    axes.plot(*curve(rows), color="#4c78a8", marker="o", markersize=4)
-    axes.axhline(math.exp(result.loss), color="0.35", linestyle="--", linewidth=1, label="over all positions")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    places, perplexities = curve(result.rows())
+    axes.plot(places, perplexities, color="#4c78a8", marker="o", markersize=4)
+    if (whole := _perplexity(result.loss)) is not None:
+        axes.axhline(whole, color="0.35", linestyle="--", linewidth=1, label="over all positions")
+    if places:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    else:
+        axes.text(0.5, 0.5, f"all are {shown(None)}", transform=axes.transAxes, ha="center")
     axes.set(xlabel="tokens before the predicted one", ylabel="perplexity", title=title)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
     figure.savefig(path, dpi=150, format="png")

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_recurrent
 
@@ -39,17 +39,22 @@ def load(folder: str | Path, what: str = "DIR") -> PreTrainedModel:
     """
     if not Path(folder).is_dir():
         raise ValueError(f"{what} {folder}: no such folder (hf-recurrent pull gets one from the Hub)")
-    config = check_folder(str(folder), what)
+    kinds = model_classes()
+    name = architecture(check_folder(str(folder), what))
+    if name not in kinds:
+        raise ValueError(f"{what} {folder}: its config.json names the architecture {name}; known: {', '.join(kinds)}")
+    return load_model(str(folder), what, kinds[name])
+
+
+def model_classes() -> dict[str, type[PreTrainedModel]]:
+    """Those of this package, by their names."""
     public = (getattr(hf_recurrent, name) for name in hf_recurrent.__all__)
-    names = {kind.__name__: kind for kind in public if _is_model(kind)}
-    name = (config.architectures or ["none"])[0]
-    if name not in names:
-        raise ValueError(f"{what} {folder}: its config.json names the architecture {name}; known: {', '.join(names)}")
-    return load_model(str(folder), what, names[name])
+    return {kind.__name__: kind for kind in public if isinstance(kind, type) and issubclass(kind, PreTrainedModel)}
 
 
-def _is_model(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+def architecture(config: PreTrainedConfig) -> str:
+    """The class of the model that a configuration was saved with; "none" where it names none."""
+    return (config.architectures or ["none"])[0]
 
 
 def stage(

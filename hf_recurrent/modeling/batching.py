@@ -38,7 +38,8 @@ class Request:
 
 class ContinuousBatcher:
     """
-    Greedy decoding of requests that come at any time, each with the tokens of its own `generate(do_sample=False)`.
+    Greedy decoding of requests that come at any time, each with the tokens of its own `generate(do_sample=False)`: in
+    float32, for in 16 bits the rounding, which differs with the rows of a batch, can decide between two tokens.
 
     A state has the same size whatever the length of its text: a request that joins is a row concatenated to the cache,
     one that leaves is a row left out. Between two steps of decoding a piece of one waiting prompt is read, so that a
@@ -67,6 +68,8 @@ class ContinuousBatcher:
         self.running: list[Request] = []  # in the order of the cache's rows
         self.cache: RecurrentCache | None = None
         self.numbers = itertools.count()
+        # What has been decoded and not been told: where an iteration is left, or reading a prompt fails.
+        self.news: collections.deque[tuple[Request, int]] = collections.deque()
         self._start_reading()
 
     def submit(
@@ -117,13 +120,16 @@ class ContinuousBatcher:
         self._let_go()
 
     def __iter__(self) -> Iterator[tuple[Request, int]]:
-        """Steps until no request is left. Yields each token with its request as it comes, none after `cancel`."""
-        while self.waiting or self.running:
-            for request, token in self.step():
-                if not request.cancelled:
-                    yield request, token
+        """Steps until no request is left. Yields each token with its request as it comes, none after `cancel`. What an
+        iteration that is left early has not yielded, the next one does, or `step`."""
+        while self.news or self.waiting or self.running:
+            if not self.news:
+                self._advance()
+                continue
+            request, token = self.news.popleft()
+            if not request.cancelled:
+                yield request, token
 
-    @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
         """Reads a piece of the prompt that waits longest, if there is room, and decodes one token of each request that
         runs.
@@ -131,20 +137,25 @@ class ContinuousBatcher:
         Returns:
             The requests that have a new token, each with it.
         """
-        news = []
+        self._advance()
+        news = list(self.news)
+        self.news.clear()
+        return news
+
+    @torch.no_grad()
+    def _advance(self) -> None:
         if self.running:
             last = torch.tensor([[request.tokens[-1]] for request in self.running], device=self.model.device)
             logits = self.model(last, past_key_values=self.cache, use_cache=True).logits[:, -1]
-            news += self._take(self.running, logits)
+            self._take(self.running, logits)
             self._let_go()
         if self.waiting and len(self.running) < self.max_rows:
-            news += self._read()
-        return news
+            self._read()
 
     def _start_reading(self) -> None:
         self.prompt_cache, self.read = RecurrentCache(self.model.config), 0
 
-    def _read(self) -> list[tuple[Request, int]]:
+    def _read(self) -> None:
         """A piece of the first prompt; after the last one the request joins with its first token."""
         request = self.waiting[0]
         piece = request.input_ids[self.read : self.read + self.prefill_chunk_size]
@@ -152,23 +163,22 @@ class ContinuousBatcher:
         logits = self.model(ids, past_key_values=self.prompt_cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         self.read += len(piece)
         if self.read < len(request.input_ids):
-            return []
+            return
         self.waiting.popleft()
-        news = self._take([request], logits)
+        self._take([request], logits)
         if not request.finished:
             caches = [self.prompt_cache] if self.cache is None else [self.cache, self.prompt_cache]
             self.cache = RecurrentCache.concatenate(caches)
             self.running.append(request)
         self._start_reading()
-        return news
 
-    def _take(self, requests: list[Request], logits: Tensor) -> list[tuple[Request, int]]:
+    def _take(self, requests: list[Request], logits: Tensor) -> None:
         """The likeliest tokens, (rows, vocab_size) -> one for each request, which they may end."""
         tokens = logits.argmax(-1).tolist()
         for request, token in zip(requests, tokens, strict=True):
             request.tokens.append(token)
             request.finished = token in request.eos_token_ids or len(request.tokens) >= request.max_new_tokens
-        return list(zip(requests, tokens, strict=True))
+        self.news.extend(zip(requests, tokens, strict=True))
 
     def _let_go(self) -> None:
         """Leaves out the rows of requests that have ended."""

@@ -333,10 +333,17 @@ def _perplexity(runs: Runs, folder: Path, name: str) -> None:
     rows, length = result.get("by_position"), result.get("sequence_length")
     whole = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
     whole = whole and all(is_number(row.get(key), least=0) for row in rows for key in ("from", "to"))
+    if whole and any(_is_beyond_tables(one.get("perplexity", 0)) for one in (result, *rows)):
+        raise Unreadable(f"{PERPLEXITY} has a perplexity above {LARGEST_NUMBER:.0e}: the model has diverged")
     whole = whole and all(is_number(one.get("perplexity"), least=LEAST_PERPLEXITY) for one in (result, *rows))
     if not whole or not (length is None or is_number(length, least=1)):
         raise Unreadable(f"{PERPLEXITY} is not what `hf-recurrent evaluate perplexity` writes")
     runs.perplexities.append(Measured(folder, name, result))
+
+
+def _is_beyond_tables(perplexity: object) -> bool:
+    """None is written where no float holds it."""
+    return perplexity is None or isinstance(perplexity, int | float) and perplexity > LARGEST_NUMBER
 
 
 def _evaluation(runs: Runs, folder: Path, name: str) -> None:

@@ -111,14 +111,17 @@ def check_folder(name: str, what: str = "--model", peers: Iterable[str] = ()) ->
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"{what} {name}: the folder has no config.json, so it holds no model")
     access.prepare(name)
+    known = sorted({*families(), *peers})
     try:
-        config = AutoConfig.from_pretrained(name)
+        # Looked at before Transformers does: it would ask whether it may run code that the folder brings for the type.
+        kind = PreTrainedConfig.get_config_dict(name)[0].get("model_type")
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False) if kind in (None, *known) else None
     except Exception as error:  # a broken file, an unknown type, no network: each raises its own
         part = "its config.json cannot be used: " if Path(name).exists() else ""
         raise ValueError(f"{what} {name}: {part}{access.reason(error, name)}") from error
-    known = sorted({*families(), *peers})
-    if config.model_type not in known:
-        raise ValueError(f"{what} {name}: is of type {config.model_type!r}; this package knows {', '.join(known)}")
+    kind = kind if config is None else config.model_type
+    if kind not in known:
+        raise ValueError(f"{what} {name}: is of type {kind!r}; this package knows {', '.join(known)}")
     return config
 
 
@@ -139,7 +142,9 @@ def load_model(
     verbosity = logging.get_verbosity()
     try:
         logging.set_verbosity_error()  # it prints as a table what is raised below
-        model, report = model_class.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True)
+        model, report = model_class.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
+        )
     except Exception as error:  # safetensors and the Hub raise their own
         raise ValueError(f"{what} {name}: its weights cannot be loaded: {access.reason(error, name)}") from error
     finally:

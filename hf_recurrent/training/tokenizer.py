@@ -1,5 +1,6 @@
 """Tokenizers: byte-level BPE trained on the corpus, plain bytes, or one from a folder or the Hub."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..hub import access
+from ..messages import first_line
 from .data_arguments import DEFAULT_VOCAB_SIZE, DataArguments
 from .tokens import largest_id
 
@@ -93,12 +95,25 @@ def load_tokenizer(name: str, flag: str = "--tokenizer") -> PreTrainedTokenizerB
         raise ValueError(f"{flag} {name}: the folder holds no tokenizer")
     access.prepare(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a broken file, an unknown class, no network: each library raises its own
-        raise ValueError(f"{flag} {name}: cannot be loaded: {access.reason(error, name)}") from error
+        what = "" if flag == "--tokenizer" else "its tokenizer "
+        raise ValueError(f"{flag} {name}: {what}cannot be loaded: {_fault(error, name)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {name}: it has no end-of-sequence token to mark where documents end")
     return tokenizer
+
+
+def _fault(error: Exception, name: str) -> str:
+    """Why a tokenizer cannot be loaded; the libraries do not name a file that is damaged."""
+    for file in sorted(Path(name).glob("*token*.json")) if Path(name).is_dir() else ():
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as damage:
+            return f"{file.name}: {first_line(damage)}"
+    if Path(name).is_dir() and "backend tokenizer" in str(error):
+        return "there is none in tokenizer.json, nor in files of another kind"
+    return access.reason(error, name)
 
 
 @dataclass

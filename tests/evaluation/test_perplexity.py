@@ -1,5 +1,6 @@
 """Perplexity by position, against the whole text in one call."""
 
+import copy
 import json
 import math
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 import hf_recurrent
 from hf_recurrent import cli
-from hf_recurrent.evaluation import measure_perplexity
+from hf_recurrent.evaluation import measure_perplexity, perplexity
 from hf_recurrent.training.tokenizer import byte_tokenizer
 
 
@@ -84,3 +85,18 @@ def test_the_command(model, tmp_path, capsys):
     assert "unknown evaluation complexity; the nearest valid one is perplexity" in capsys.readouterr().err
     assert cli.main(["evaluate", *flags[2:]]) == 2
     assert "unknown flag --model; evaluate is followed by perplexity or lm" in capsys.readouterr().err
+
+
+def test_a_model_that_has_diverged(model, tmp_path):
+    """Beyond what a float holds there is no perplexity; losses and tables stay."""
+    with torch.no_grad():
+        wild = copy.deepcopy(model)
+        wild.lm_head.weight.mul_(1e5)
+    result = measure_perplexity(wild, [1, 2, 3, 4, 5, 6], 6)
+    content = result.as_dict()
+    assert content["loss"] > 1000 and content["perplexity"] is None
+    assert all(row["perplexity"] is None or row["loss"] < 1000 for row in content["by_position"])
+    assert perplexity.shown(None) == "> e^700" and perplexity.shown(1e40) == "1.000e+40"
+    perplexity.save(result, tmp_path, "wild")
+    assert json.loads((tmp_path / "perplexity.json").read_text())["perplexity"] is None
+    assert (tmp_path / "perplexity.png").is_file()

@@ -85,6 +85,31 @@ def test_no_token_comes_after_cancelling(config):
 
 
 @each_family
+def test_no_token_is_lost(config, monkeypatch):
+    """Where an iteration is left early and another begun, and where a prompt cannot be read."""
+    model = causal_lm(config)
+    batcher, told = ContinuousBatcher(model), {}
+    requests = [batcher.submit(text, 6) for text in prompts(config, [4, 5, 8])]
+    for stop in (2, 3, 5, 100):
+        for number, (request, token) in enumerate(batcher):
+            told.setdefault(request.id, []).append(token)
+            if number == stop:
+                break
+    assert [told[request.id] for request in requests] == [request.tokens for request in requests]
+    assert all(len(tokens) == 6 for tokens in told.values())
+    first = batcher.submit(prompts(config, [4])[0], 6)
+    told = [token for _, token in batcher.step()]
+    second = batcher.submit([1, 2, 3], 6)
+    read = batcher._read
+    monkeypatch.setattr(batcher, "_read", lambda: (_ for _ in ()).throw(MemoryError("no room")))
+    with pytest.raises(MemoryError):
+        batcher.step()
+    monkeypatch.setattr(batcher, "_read", read)
+    told += [token for request, token in batcher if request is first]
+    assert told == first.tokens and len(told) == 6 and len(second.tokens) == 6
+
+
+@each_family
 def test_requests_that_cannot_be(config):
     model = causal_lm(config)
     with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):

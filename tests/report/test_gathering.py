@@ -439,9 +439,12 @@ ODD_FILES = [
         for changes in (
             {"by_position": [ROW | {"perplexity": 0}]}, {"by_position": [ROW | {"perplexity": -2.0}]},
             {"by_position": [ROW | {"to": "9"}]}, {"by_position": [ROW | {"from": -9}]}, {"by_position": []},
-            {"by_position": [[1, 1, 3.0]]}, {"perplexity": 10**400}, {"perplexity": 0}, {"sequence_length": "x"},
-            {"sequence_length": 0},
+            {"by_position": [[1, 1, 3.0]]}, {"perplexity": 0}, {"sequence_length": "x"}, {"sequence_length": 0},
         )
+    ),
+    *(
+        ("perplexity.json", json.dumps({"perplexity": 3.0, "by_position": [ROW]} | changes), "the model has diverged")
+        for changes in ({"perplexity": 10**400}, {"perplexity": None}, {"by_position": [ROW | {"perplexity": None}]})
     ),
     *(
         ("lm-eval.json", json.dumps({"results": {"piqa": {"acc,none": 0.5}}, "configs": {"piqa": {}}} | changes), why)
