@@ -68,7 +68,8 @@ def train_task(
     Raises:
         ValueError: what `TaskTraining.create_model` raises; `save_steps` below 0 or `keep_checkpoints` below 1; a
             checkpoint that is of another run or cannot be read.
-        OSError: a folder that cannot be used, or that holds an earlier run; what was saved before is untouched.
+        OSError: a folder that cannot be used, that another run uses, or that holds an earlier run; what was saved
+            before is untouched.
         FloatingPointError: the loss or its gradient is not finite.
     """
     for name, value, least in (("save_steps", save_steps, 0), ("keep_checkpoints", keep_checkpoints, 1)):
@@ -79,6 +80,28 @@ def train_task(
         raise ValueError("--resume needs --output-dir, where the checkpoints are")
     if resume and (result := _finished(folder, training)) is not None:
         return result
+    options = {"resume": resume, "overwrite": overwrite, "save_steps": save_steps, "keep_checkpoints": keep_checkpoints}
+    if folder is None:
+        return _train(training, folder, device, progress, **options)
+    folder.lock()
+    try:
+        return _train(training, folder, device, progress, **options)
+    finally:
+        folder.unlock()
+
+
+def _train(
+    training: TaskTraining,
+    folder: TaskFolder | None,
+    device: torch.device | str,
+    progress: Callable[[int, float, float | None], None],
+    *,
+    resume: str | None,
+    overwrite: bool,
+    save_steps: int,
+    keep_checkpoints: int,
+) -> dict:
+    """What `train_task` does, in a folder that no other run uses."""
     if folder is not None:
         folder.check(overwrite=overwrite, resume=resume)
     goes_on = bool(resume) and folder.newest_checkpoint() is not None

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..files import UNFINISHED, existing, saving, sync, sync_tree, write_whole
+from .lock import LOCK, release, take
 
 ARGUMENTS = "train.yaml"  # also the mark of a folder that `hf-recurrent train` wrote
 METRICS = "metrics.jsonl"
@@ -33,6 +35,9 @@ class RunFolder:
     def __init__(self, path: str):
         self.path = Path(path)
         self._previous: Path | None = None  # where an earlier run lies until this one has saved
+        self._lock: io.FileIO | None = None
+        self._made: list[Path] = []  # folders that were made for the lock
+        self._lost = False  # whether the name has gone to another run while the folder was moved aside
         self._warned: set[Path] = set()
 
     @property
@@ -43,6 +48,44 @@ class RunFolder:
         """The checkpoints by their steps, ascending, whether they are whole or not; not what others have put there."""
         named = [(re.fullmatch(r"step-(\d{8,})", path.name), path) for path in _entries(self.checkpoints)]
         return sorted((int(match[1]), path) for match, path in named if match)
+
+    def lock(self) -> None:
+        """Keep other runs out of the folder, until `unlock` or the end of this process, whatever ends it. Where there
+        are no locks they are not kept out.
+
+        Raises:
+            BlockingIOError: another run is using it.
+        """
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self._lock = take(self.path)
+        self._made = missing
+
+    def unlock(self) -> None:
+        """Let others have the folder; nothing is left of what `lock` has made."""
+        if self._lock is not None:
+            release(self._lock, self.path)
+            self._lock = None
+        for folder in self._made:
+            with contextlib.suppress(OSError):  # it has been used
+                folder.rmdir()
+        self._made = []
+
+    def _lock_anew(self) -> None:
+        """After the folder, and its lock's file in it, have been moved aside.
+
+        Raises:
+            BlockingIOError: in that moment another run has taken the name.
+        """
+        if self._lock is None:
+            return
+        (self._previous / LOCK).unlink(missing_ok=True)
+        with self._lock:
+            self._lock = None
+            try:
+                self.lock()
+            except BlockingIOError as error:
+                self._lost = True
+                raise BlockingIOError(f"{error}; the earlier run is in {self._previous}") from None
 
     def check(self, *, overwrite: bool, resume: str | None) -> None:
         """Refuse a folder that cannot be used, before any work is done. Nothing is left behind.
@@ -84,15 +127,19 @@ class RunFolder:
 
         Args:
             arguments: the text of `train.yaml`, or of what stands for it.
+
+        Raises:
+            BlockingIOError: another run has taken the folder's name, while it had none.
         """
         for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.previous-*"):
             warnings.warn(f"{left} holds an earlier run, which one that was killed was to replace", stacklevel=2)
         if self._barely_begun():
-            for leftover in (*self.path.glob(f"{UNFINISHED}*"), *_entries(self.path)):
+            for leftover in (*_unfinished(self.path), *_entries(self.path)):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if (self.path / self.mark).is_file():
             self._previous = _free_name(self.path, "previous")
             os.rename(self.path, self._previous)
+            self._lock_anew()
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / self.mark, arguments)
 
@@ -100,7 +147,7 @@ class RunFolder:
         """Go on with the folder as it was at `step`: clear later metrics and checkpoints (damaged ones, or they would
         be gone on from) and what a killed process left unfinished."""
         for folder in (self.path, self.checkpoints):
-            for leftover in folder.glob(f"{UNFINISHED}*"):
+            for leftover in _unfinished(folder):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         for number, later in self._by_step():
             if number > step:
@@ -125,8 +172,15 @@ class RunFolder:
             self._previous = None
 
     def close(self) -> None:
-        """After a failure: where nothing has been saved, put the earlier run back, or leave nothing behind. What there
-        is to be learned from it, metrics of steps and bad batches, stays in a folder beside."""
+        """Unlock the folder. After a failure: where nothing has been saved, put the earlier run back, or leave nothing
+        behind. What there is to be learned from it, metrics of steps and bad batches, stays in a folder beside."""
+        try:
+            if not self._lost:
+                self._clear_failure()
+        finally:
+            self.unlock()
+
+    def _clear_failure(self) -> None:
         if self.newest_checkpoint() is not None or (self.path / WEIGHTS).is_file():
             return
         moved = self._previous is None or self._previous.exists()  # else the folder is still the earlier run's
@@ -138,7 +192,12 @@ class RunFolder:
             else:
                 shutil.rmtree(self.path, ignore_errors=True)
         if self._previous is not None and moved:
-            os.rename(self._previous, self.path)
+            self.unlock()  # the name is free only where no lock's file is in the folder
+            try:
+                os.rename(self._previous, self.path)
+            except OSError as error:  # another run was waiting for it
+                reason = error.strerror or error
+                warnings.warn(f"{self._previous} holds the earlier run, which cannot go back: {reason}", stacklevel=2)
         self._previous = None
 
     def _set_aside(self) -> Path:
@@ -151,6 +210,7 @@ class RunFolder:
             os.rename(self.path, failed)
         except OSError:
             return self.path
+        (failed / LOCK).unlink(missing_ok=True)
         return failed
 
     # ---- metrics
@@ -259,6 +319,11 @@ def _entries(folder: Path) -> list[Path]:
     """What a folder holds, but for what a killed process left unfinished."""
     found = folder.iterdir() if folder.is_dir() else ()
     return [path for path in found if not path.name.startswith(UNFINISHED)]
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    """What a killed process left unfinished; not the lock, which is this run's."""
+    return [path for path in folder.glob(f"{UNFINISHED}*") if path.name != LOCK]
 
 
 def _discard(folder: Path) -> None:

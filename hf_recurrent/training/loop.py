@@ -135,11 +135,15 @@ class Run:
         if train_args.output_dir is None:
             train_args.output_dir = f"runs/{model_args.model_type or 'mingru'}"
         self.folder = RunFolder(train_args.output_dir)
-        refusal = None
         try:
-            self.folder.check(overwrite=train_args.overwrite, resume=train_args.resume)
-        except OSError as error:
-            refusal = error  # which the other processes are to hear of, who would wait for this one
+            self._prepare()
+        except BaseException:
+            self.folder.unlock()
+            raise
+
+    def _prepare(self) -> None:
+        """All that comes before the first step. Only the main process locks the folder, for all of them."""
+        model_args, data_args, train_args = self.arguments
         self.accelerator = distributed.create_accelerator(
             train_args,
             log_with=check_trackers(train_args.log_with) if train_args.log_with else None,
@@ -149,6 +153,13 @@ class Run:
             train_args.mixed_precision = self.accelerator.mixed_precision
         if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
             raise ValueError("--mixed-precision fp16: Accelerate has it on accelerators only; on the CPU bf16 works")
+        refusal = None
+        try:
+            if self.accelerator.is_main_process:
+                self.folder.lock()  # first: what another run is doing there is not to be judged
+            self.folder.check(overwrite=train_args.overwrite, resume=train_args.resume)
+        except OSError as error:
+            refusal = error  # which the other processes are to hear of, who would wait for this one
         self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
         # The processes that share a row are one replica of the model to all that deals out rows.
         self.replicas = train_args.replicas(self.processes)
@@ -598,7 +609,11 @@ class Run:
     # ---- the loop
 
     def train(self) -> dict:
-        check_shared(self.accelerator, self.folder.path, self.args.timeout_minutes)
+        try:
+            check_shared(self.accelerator, self.folder.path, self.args.timeout_minutes)
+        except BaseException:
+            self.folder.unlock()
+            raise
         try:
             if self.accelerator.is_main_process:
                 if self.checkpoint is not None:

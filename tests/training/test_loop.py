@@ -690,6 +690,7 @@ def test_weights_that_are_no_longer_finite_are_not_saved(text, tmp_path):
     for save in (run.save_model, run.save_checkpoint):
         with pytest.raises(FloatingPointError, match="the weights are no longer finite at step 0: try a --learn"):
             save()
+    run.folder.unlock()
     assert not (tmp_path / "run").exists()
 
 
