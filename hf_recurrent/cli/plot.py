@@ -36,7 +36,8 @@ def run(argv: list[str]) -> int:
 
     from ..files import replacing
 
-    with replacing(Path(args.output)) as temporary:
-        curves.plot_runs(runs, quantities, args.x, temporary, logarithmic=args.log)
+    figure = curves.plot_runs(runs, quantities, args.x, logarithmic=args.log)
+    with replacing(Path(args.output)) as temporary:  # what fails in there is told as a failing disk
+        curves.save_plot(figure, temporary)
     print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} drawn in {args.output}")
     return 0

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..training.checkpoints import compare_versions, reading, versions
+from ..training.checkpoints import compare_versions, reading, restored, versions
 from ..training.folder import RunFolder
 from .settings import TaskTraining
 
@@ -87,7 +87,7 @@ def load(folder: TaskFolder, training: TaskTraining, run: Trained) -> None:
     checkpoint = folder.newest_checkpoint()
     with reading(checkpoint):
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        then, saved_format = state["settings"], state["format"]
+        then, saved_format = dict(state["settings"]), state["format"]
     if saved_format != FORMAT:
         raise ValueError(f"--resume: {checkpoint} has format {saved_format}, expected {FORMAT}")
     now = json.loads(settings_text(training))
@@ -96,7 +96,7 @@ def load(folder: TaskFolder, training: TaskTraining, run: Trained) -> None:
             raise ValueError(f"--resume: {checkpoint} was written with {name} {then.get(name)}, now: {now.get(name)}")
     with reading(checkpoint):
         compare_versions(state["versions"], checkpoint)
-        run.progress = Progress(**state["progress"])
+        run.progress = restored(Progress, state["progress"])
         run.examples.bit_generator.state = state["examples"]
         tensors = torch.load(checkpoint / TENSORS, map_location="cpu", weights_only=True)
         run.model.load_state_dict(tensors["model"])

@@ -4,10 +4,12 @@ or in shards."""
 import contextlib
 import dataclasses
 import enum
+import math
 import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar, get_args, get_origin
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +24,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from ..messages import first_line
 from ..versions import versions_of
+
+T = TypeVar("T")
 
 
 def versions() -> dict[str, str]:
@@ -46,6 +50,27 @@ def reading(checkpoint: Path) -> Iterator[None]:
         yield
     except Exception as error:  # torch, pickle, json and the system raise their own kinds
         raise ValueError(f"--resume: {checkpoint} cannot be read: {first_line(error)}") from error
+
+
+def restored(kind: type[T], saved: dict) -> T:
+    """A dataclass of numbers and lists, from what `state.json` holds of it.
+
+    Raises:
+        TypeError: a field that it does not have.
+        ValueError: a value of another type, or a number that is not finite.
+    """
+    for field in dataclasses.fields(kind):
+        if field.name in saved and not _fits(saved[field.name], field.type):
+            raise ValueError(f"its state.json has {field.name} {saved[field.name]!r:.60}")
+    return kind(**saved)
+
+
+def _fits(value: object, kind: type) -> bool:
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(each, get_args(kind)[0]) for each in value)
+    if kind in (int, float):
+        return type(value) in {int, kind} and math.isfinite(value)  # True is an int, too
+    return isinstance(value, kind)
 
 
 @contextlib.contextmanager

@@ -90,16 +90,19 @@ def points(lines: list[dict], x: str, y: str) -> np.ndarray:
     return curve[np.isfinite(curve).all(axis=1)]
 
 
-def plot_runs(
-    runs: dict[str, list[dict]], quantities: list[str], x: str, path: Path, *, logarithmic: bool = False
-) -> None:
-    """Draw each quantity of all runs over `x`, one below the other; the file's ending decides its format."""
+def plot_runs(runs: dict[str, list[dict]], quantities: list[str], x: str, *, logarithmic: bool = False):
+    """A figure with each quantity of all runs over `x`, one below the other."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1 + 3.4 * len(quantities)), layout="constrained")
     FigureCanvasAgg(figure)
     draw_runs(figure, runs, quantities, x, logarithmic=logarithmic)
+    return figure
+
+
+def save_plot(figure, path: Path) -> None:
+    """The file's ending decides its format."""
     figure.savefig(path, dpi=150, format=path.suffix.lower().lstrip("."))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..files import UNFINISHED, existing, saving, sync, sync_tree, write_whole
+from ..messages import counted
 from .lock import LOCK, release, take
 
 ARGUMENTS = "train.yaml"  # also the mark of a folder that `hf-recurrent train` wrote
@@ -21,6 +22,7 @@ BAD_BATCHES = "bad_batches.jsonl"
 TRACKERS = "trackers"  # what trackers write that keep files
 WEIGHTS = "model.safetensors"
 FILES = "files.json"  # of a checkpoint: the sizes of its files, by which a damaged one is told
+LARGEST = 1e300  # of what metrics hold; beyond, the axes of a picture overflow
 
 
 class RunFolder:
@@ -222,16 +224,29 @@ class RunFolder:
             file.write(json.dumps(line) + "\n")
 
     def metrics(self) -> list[dict]:
-        return self._lines(self.lines)
+        """The lines of metrics, each with its step, without what is no number in them."""
+        lines = self._lines(self.lines)
+        return [{name: value for name, value in line.items() if _is_number(value)} for line in lines]
 
     def _lines(self, name: str) -> list[dict]:
+        """The lines of a file that have a step. A warning, one for each file, tells how many others there are."""
         path = self.path / name
         if not path.is_file():
             return []
-        lines = []
-        for text in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # a killed process can leave half a line
-                lines.append(json.loads(text))
+        lines, odd = [], 0
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):  # a killed process can leave half a line
+                continue
+            step = line.get("step") if isinstance(line, dict) else None
+            if type(step) is int and 0 <= step < 2**63:  # True is an int, too
+                lines.append(line)
+            else:
+                odd += 1
+        if odd and path not in self._warned:
+            self._warned.add(path)
+            warnings.warn(f"{path}: {counted(odd, 'line')} without a step passed over", stacklevel=3)
         return lines
 
     # ---- what must be whole
@@ -319,6 +334,11 @@ def _entries(folder: Path) -> list[Path]:
     """What a folder holds, but for what a killed process left unfinished."""
     found = folder.iterdir() if folder.is_dir() else ()
     return [path for path in found if not path.name.startswith(UNFINISHED)]
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is one, and no bool, that can be drawn."""
+    return type(value) in (int, float) and abs(value) <= LARGEST
 
 
 def _unfinished(folder: Path) -> list[Path]:

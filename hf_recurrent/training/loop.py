@@ -545,7 +545,9 @@ class Run:
         with checkpoints.reading(checkpoint):
             if missing := {"versions", "processes", "rows_per_step", "state", "digest"} - saved.keys():
                 raise ValueError(f"its state.json lacks {min(missing)}")
-            self.state = State(**saved["state"])
+            if not isinstance(saved["versions"], dict):
+                raise ValueError(f"its state.json has versions {saved['versions']!r:.60}")
+            self.state = checkpoints.restored(State, saved["state"])
             if min(self.state.step, self.state.rows) < 0:
                 raise ValueError(f"its state.json has step {self.state.step} and rows {self.state.rows}")
         now = yaml.safe_load(to_yaml(*self.arguments))

@@ -455,7 +455,7 @@ ODD_FILES = [
         )
     ),
     ("metrics.jsonl", '{"step": "x", "loss": 1}', "no metrics.jsonl yet"),
-    ("metrics.jsonl", '{"step": 1, "loss": ' + "9" * 5000 + "}", "metrics.jsonl is not lines of JSON"),
+    ("metrics.jsonl", '{"step": 1, "loss": ' + "9" * 5000 + "}", "no metrics.jsonl yet"),
 ]  # fmt: skip
 
 

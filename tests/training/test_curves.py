@@ -52,6 +52,45 @@ def test_lines_without_tokens_or_seconds_lie_between_their_neighbours():
     assert points(lines[1:2], "tokens", "memory_1").tolist() == [[0, 0.1]]
 
 
+ODD = [
+    "5", "[1]", "null", "[" * 100_000, "9" * 5000, '{"loss": 1}', '{"step": "2", "loss": 1}',
+    '{"step": true, "loss": 1}', '{"step": 1.5, "loss": 1}', '{"step": -1, "loss": 1}',
+    '{"step": 9223372036854775808, "loss": 1}',
+]  # fmt: skip
+
+
+def test_odd_lines_are_passed_over(runs, tmp_path, capsys):
+    whole = read_runs(runs[:1])
+    path = Path(runs[0]) / "metrics.jsonl"
+    lines = [*ODD, '{"step": 7, "loss": "x", "elapsed": null, "tokens": true, "lr": [1], "grad_norm": NaN}']
+    lines += ['{"step": 8, "loss": -1e308, "lr": 1e308, "tokens": 1' + "0" * 400 + "}"]
+    path.write_bytes(b"\xff\n" + "\n".join(lines).encode() + b"\n" + path.read_bytes())
+    with pytest.warns(UserWarning) as warned:
+        found = read_runs(runs[:1])
+    # What is no JSON is what a killed process leaves, and is not told.
+    assert [str(one.message) for one in warned] == [f"{path}: 9 lines without a step passed over"]
+    assert found == {"mingru": [{"step": 7}, {"step": 8}, *whole["mingru"]]}
+    output = tmp_path / "curves.png"
+    for x in ("step", "tokens", "elapsed"):
+        flags = ["--metric", "loss", "validation_loss", "elapsed", "--x", x, "--output", str(output)]
+        assert cli.main(["plot", runs[0], *flags]) == 0
+        assert capsys.readouterr().err == f"hf-recurrent: warning: {path}: 9 lines without a step passed over\n"
+    path.write_text("5\n" + '{"step": 1, "loss": 1e300}\n{"step": 2, "loss": -1e300}\n')
+    assert cli.main(["plot", runs[0], "--output", str(output)]) == 0
+    path.write_text("5\n")
+    assert cli.main(["plot", runs[0]]) == 2
+    assert f"{runs[0]}: there is no run with metrics in metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_fault_in_drawing_is_not_told_as_one_of_the_disk(runs, tmp_path, monkeypatch):
+    def points(*_):
+        raise KeyError("step")
+
+    monkeypatch.setattr("hf_recurrent.training.curves.points", points)
+    with pytest.raises(KeyError):
+        cli.main(["plot", *runs, "--output", str(tmp_path / "curves.png")])
+
+
 @pytest.mark.parametrize("name", ["curves.png", "curves.svg"])
 def test_a_picture(runs, tmp_path, name, capsys):
     path = tmp_path / name

@@ -157,6 +157,17 @@ def test_going_on_forgets_later_metrics(run):
     assert (run.path / "metrics.jsonl").read_text().splitlines() == [json.dumps({"step": s}) for s in (4, 5)]
 
 
+def test_going_on_forgets_lines_without_a_step(run):
+    for name in ("metrics.jsonl", "bad_batches.jsonl"):
+        (run.path / name).write_text('5\n{"loss": 1}\n{"step": 4, "fault": "x"}\n{"step": "5"}\n{"step": 6}\n')
+    with pytest.warns(UserWarning) as warned:
+        run.reopen(5)
+    names = ("metrics.jsonl", "bad_batches.jsonl")
+    expected = [f"{run.path / name}: 3 lines without a step passed over" for name in names]
+    assert [str(one.message) for one in warned] == expected
+    assert all((run.path / name).read_text() == '{"step": 4, "fault": "x"}\n' for name in names)
+
+
 def test_folders_that_are_refused(run, tmp_path):
     with pytest.raises(FileExistsError, match="holds an earlier run: continue it by --resume, replace it by --over"):
         run.check(overwrite=False, resume=None)

@@ -750,6 +750,22 @@ def test_a_run_that_is_not_the_checkpoints(train, text, tmp_path, capsys):
         state.write_text(content.ljust(len(written)))
         train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
         assert message in capsys.readouterr().err
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path != state and path.is_file()}
+    (checkpoint / "files.json").rename(tmp_path / "files.json")  # by which most of the damage is told
+    whole = json.loads(written)
+    for name, value in (
+        ("seconds", "x"), ("seconds", None), ("seconds", math.nan), ("loss_sum", None), ("loss_steps", 1.5),
+        ("rows", True), ("recent_losses", 3), ("recent_losses", [1.0, "x"]), ("skipped", [0]),
+    ):  # fmt: skip
+        state.write_text(json.dumps(whole | {"state": whole["state"] | {name: value}}))
+        train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
+        message = f"--resume: {checkpoint} cannot be read: its state.json has {name} {value!r}"
+        assert capsys.readouterr().err.splitlines()[-1] == f"hf-recurrent: error: {message}"
+    state.write_text(json.dumps(whole | {"versions": "1.0"}))
+    train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)
+    assert "step-00000002 cannot be read: its state.json has versions '1.0'" in capsys.readouterr().err
+    (tmp_path / "files.json").rename(checkpoint / "files.json")
+    assert all(path.read_bytes() == content for path, content in before.items())
     state.write_text(written)
     Path(text).write_text(TEXT.upper())
     train("--max-steps", 4, "--save-steps", 2, "--resume", status=2)

@@ -3,6 +3,7 @@
 import json
 import operator
 import random
+import re
 import shutil
 import time
 
@@ -11,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from workers import command_line, finish, start, start_group
 
+from hf_recurrent.tasks.settings import TaskTraining
+from hf_recurrent.tasks.train import train_task
 from hf_recurrent.training.folder import RunFolder
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n\n" for n in range(120))
@@ -127,6 +130,34 @@ def test_a_damaged_checkpoint_is_passed_over(folder, damage):
     assert not newest.exists()
     save(folder, 4, keep=3)
     assert folder.newest_checkpoint() == folder.checkpoint(4)
+
+
+PROGRESS = {"step": 2, "seconds": 1.0, "curve": [], "losses": []}
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        ({"settings": [1]}, "cannot convert dictionary update sequence"),
+        ({"progress": PROGRESS | {"step": "x"}}, "its state.json has step 'x'"),
+        ({"progress": PROGRESS | {"seconds": "x"}}, "its state.json has seconds 'x'"),
+        ({"progress": PROGRESS | {"curve": [1]}}, "its state.json has curve [1]"),
+        ({"progress": PROGRESS | {"losses": None}}, "its state.json has losses None"),
+    ],
+)
+def test_a_damaged_checkpoint_of_a_task_changes_nothing(tmp_path, damage, message):
+    sizes, config = {"length": 8, "data_tokens": 2, "vocab_size": 8}, {"hidden_size": 8, "num_hidden_layers": 1}
+    training = TaskTraining("selective_copying", sizes, "mingru", config, 4, 2, eval_examples=4)
+    train_task(training, tmp_path / "run", save_steps=2)
+    (tmp_path / "run" / "task.json").unlink()
+    checkpoint = RunFolder(str(tmp_path / "run")).newest_checkpoint()
+    state = checkpoint / "state.json"
+    (checkpoint / "files.json").unlink()
+    state.write_text(json.dumps(json.loads(state.read_text()) | damage))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=re.escape(f"--resume: {checkpoint} cannot be read: {message}")):
+        train_task(training, tmp_path / "run", resume="newest")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_kill_while_old_checkpoints_go(folder, monkeypatch):
