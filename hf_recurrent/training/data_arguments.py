@@ -132,7 +132,9 @@ class DataArguments(SourceArguments):
         "document); 0 for no validation.",
     )
     max_validation_documents: int | None = option(
-        None, "Validate on at most so many documents of each source (default: all; of streams 500)."
+        None,
+        "Validate on at most so many documents of each source, chosen by a hash (default: all); of streams the first "
+        "ones (default: 500).",
     )
     tokenizer: str = option(
         "bpe", "'bpe' (byte-level BPE trained on the corpus), 'bytes', or a tokenizer's folder or name on the Hub."

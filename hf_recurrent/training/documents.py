@@ -1,6 +1,8 @@
 """Documents, and how some of them are held out for validation."""
 
+import collections
 import hashlib
+import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -68,6 +70,25 @@ class Documents:
     def head(self, count: int | None) -> "Documents":
         return self if count is None else Documents(lambda epoch: itertools.islice(self.epoch(epoch), count))
 
+    def sample(self, count: int | None) -> "Documents":
+        """Those with the smallest hashes: the same ones in the same order, whatever the order of all. All of them are
+        read for it."""
+        if count is None:
+            return self
+
+        def read(epoch):
+            seen = collections.Counter()
+
+            def place(document):
+                first = _hash(document.key)
+                seen[first] += 1
+                # One that is there many times is to come as often as it would by chance, not all times or never.
+                return first if seen[first] == 1 else _hash(f"{seen[first]} {document.key}")
+
+            return heapq.nsmallest(count, self.epoch(epoch), place)
+
+        return Documents(read)
+
 
 @dataclass
 class Part:
@@ -128,8 +149,12 @@ def in_validation(key: str, share: float) -> bool:
 
     A hash of the key alone decides: the answer is the same in every run and does not depend on other documents.
     """
+    return _hash(key) < share * 2**64
+
+
+def _hash(key: str) -> int:
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
+    return int.from_bytes(digest[:8], "big")
 
 
 def in_random_order(

@@ -299,7 +299,7 @@ def load_corpus(args: DataArguments, seed: int) -> Corpus:
     given, parts, held_out = None, [], []
     if args.validation_files:
         given = file_documents(expand(args.validation_files, "--validation-files"), args.text_column)
-        held_out.append(given.head(_validation_limit(args, args)))
+        held_out.append(given.sample(_validation_limit(args, args)))
     for number, source in enumerate(args.parts()):
         # Streams that are shuffled alike would be in step with each other.
         description, train, validation = _load_source(source, args, seed + number)
@@ -308,7 +308,9 @@ def load_corpus(args: DataArguments, seed: int) -> Corpus:
         if given is None and validation is None:
             train, validation = split(train, args.validation_share)
         if given is None and validation is not None:
-            held_out.append(validation.head(_validation_limit(source, args)))
+            limit = _validation_limit(source, args)
+            # The first ones would all be of one kind where the order is that of names. A stream is not read to its end.
+            held_out.append(validation.head(limit) if source.streaming else validation.sample(limit))
         parts.append(Part(description, train, source.streaming, getattr(source, "weight", 1.0)))
     return Corpus(parts, chained(held_out) if held_out else None)
 

@@ -302,6 +302,19 @@ def test_the_split_depends_on_the_key_alone():
     assert set(held_out) < {key for key in keys if in_validation(key, 0.2)}
 
 
+def test_a_sample_does_not_depend_on_the_order():
+    keys = [f"module_{number}.py" for number in range(200)]
+    chosen = texts_of(documents(*keys).sample(8))
+    assert texts_of(documents(*reversed(keys)).sample(8)) == chosen
+    assert sorted(chosen) == sorted(key for key in keys if in_validation(key, 0.05))  # the smallest hashes, there too
+    assert sorted(texts_of(documents(*keys).sample(999))) == sorted(keys)
+    assert texts_of(documents(*keys).sample(None)) == keys
+    # What is there many times is neither the whole sample nor left out.
+    often = texts_of(documents(*keys, *["again"] * 200).sample(40))
+    assert 10 < often.count("again") < 30
+    assert sorted(texts_of(documents(*["again"] * 200, *reversed(keys)).sample(40))) == sorted(often)
+
+
 def test_one_long_document_is_split_at_its_tail():
     train, validation = split(documents("abcdefghij"), 0.25)
     assert (texts_of(train), texts_of(validation)) == (["abcdefg"], ["hij"])
@@ -540,7 +553,22 @@ def test_load_corpus_from_files(tmp_path):
     assert texts_of(corpus.train) == ["plain\r\ntext é\n"]
     assert texts_of(corpus.validation) == ["pq 1", "pq 2", "pq 3"]
     args.max_validation_documents = 2
-    assert texts_of(load_corpus(args, seed=0).validation) == ["pq 1", "pq 2"]
+    assert texts_of(load_corpus(args, seed=0).validation) == ["pq 3", "pq 2"]
+
+
+def test_a_few_validation_documents_are_of_every_kind(tmp_path):
+    """Not the first ones in the order of names."""
+    names = [tmp_path / f"{kind}-{number}.txt" for kind in ("encodings", "other") for number in range(100)]
+    for name in names:
+        name.write_text(name.stem)
+    files = list(map(str, names))
+    args = DataArguments(data_files=files, validation_share=0.5, max_validation_documents=20)
+    few = texts_of(load_corpus(args, seed=0).validation)
+    assert len(few) == 20 and 5 <= sum(text.startswith("encodings") for text in few) <= 15
+    args.data_files = files[::-1]
+    assert texts_of(load_corpus(args, seed=1).validation) == few
+    args.max_validation_documents = None
+    assert set(few) < set(texts_of(load_corpus(args, seed=0).validation))
 
 
 def test_an_empty_corpus(tmp_path):
@@ -579,9 +607,10 @@ def test_several_sources(dataset_folder, tmp_path):
     assert texts_of(corpus.train)[:4] == [first[0], second[0], first[1], second[1]]
     assert sorted(texts_of(corpus.train)) == sorted(first + second)
     assert corpus.description == "2 sources"
-    given = DataArguments(sources=sources, validation_files=[str(tmp_path / "a.jsonl")], max_validation_documents=2)
+    (tmp_path / "b.jsonl").write_text('{"text": "b 0"}\n{"text": "b 1"}\n{"text": "b 2"}\n')
+    given = DataArguments(sources=sources, validation_files=[str(tmp_path / "b.jsonl")], max_validation_documents=2)
     corpus = load_corpus(given, seed=0)
-    assert texts_of(corpus.validation) == ["a 0", "a 1"] and len(texts_of(corpus.parts[0].train)) == 30
+    assert texts_of(corpus.validation) == ["b 0", "b 2"] and len(texts_of(corpus.parts[0].train)) == 30
 
 
 def stream_of(value, length):
