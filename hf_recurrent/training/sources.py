@@ -1,6 +1,7 @@
 """Where documents come from: the standard library, files, datasets."""
 
 import bz2
+import collections
 import csv
 import glob
 import gzip
@@ -63,6 +64,34 @@ def expand(patterns: list[str], flag: str) -> list[str]:
             raise FileNotFoundError(f"{flag} {pattern}: {reason}")
         files += found
     return files
+
+
+def check_apart(validation_files: list[str], training_files: list[str]) -> None:
+    """
+    Raises:
+        ValueError: a file is among both, by whatever names.
+    """
+    trained = {_identity(file): file for file in training_files}
+    for file in validation_files:
+        if (other := trained.get(_identity(file))) is not None:
+            raise ValueError(f"--validation-files {file}: --data-files {other} trains on it: expected another file")
+
+
+def _tell_repeated(files: list[str], flag: str) -> None:
+    """A warning where a file is named several times, by overlapping globs, say. It may be meant so."""
+    counts = collections.Counter(map(_identity, files))
+    names = {_identity(file): file for file in reversed(files)}
+    repeated = [(names[one], number) for one, number in counts.items() if number > 1]
+    if repeated:
+        (file, number), others = repeated[0], len(repeated) - 1
+        more = f", and {counted(others, 'other file')} more than once" if others else ""
+        warnings.warn(f"{flag} {file}: given {number} times{more}: each time, its documents are read", stacklevel=3)
+
+
+def _identity(file: str) -> tuple[int, int]:
+    """The same for all names of a file, as for `os.path.samefile`."""
+    about = os.stat(file)
+    return about.st_dev, about.st_ino
 
 
 def _is_file(name: str) -> bool:
@@ -294,11 +323,15 @@ def load_corpus(args: DataArguments, seed: int) -> Corpus:
     """The corpus that the arguments ask for.
 
     Raises:
-        ValueError, FileNotFoundError: what is asked for is not there, is empty, or cannot be read.
+        ValueError, FileNotFoundError: what is asked for is not there, is empty, or cannot be read; a file is to be
+            trained on and validated on.
     """
     given, parts, held_out = None, [], []
     if args.validation_files:
-        given = file_documents(expand(args.validation_files, "--validation-files"), args.text_column)
+        files = expand(args.validation_files, "--validation-files")
+        check_apart(files, [file for part in args.parts() for file in expand(part.data_files, "--data-files")])
+        _tell_repeated(files, "--validation-files")
+        given = file_documents(files, args.text_column)
         held_out.append(given.sample(_validation_limit(args, args)))
     for number, source in enumerate(args.parts()):
         # Streams that are shuffled alike would be in step with each other.
@@ -327,6 +360,7 @@ def _load_source(source: SourceArguments, args: DataArguments, seed: int) -> tup
     if not source.data_files:
         return "Python's standard library", stdlib_documents().head(source.max_documents), None
     files = expand(source.data_files, "--data-files")
+    _tell_repeated(files, "--data-files")
     description = files[0] if len(files) == 1 else f"{len(files)} files"
     if args.skip_unreadable_files:
         files = readable_files(files, source.text_column)

@@ -7,6 +7,7 @@ import lzma
 import re
 import sysconfig
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -569,6 +570,44 @@ def test_a_few_validation_documents_are_of_every_kind(tmp_path):
     assert texts_of(load_corpus(args, seed=1).validation) == few
     args.max_validation_documents = None
     assert set(few) < set(texts_of(load_corpus(args, seed=0).validation))
+
+
+def test_a_file_is_not_trained_on_and_validated_on(tmp_path):
+    file, link, other = (tmp_path / name for name in ("a.txt", "link.txt", "b.txt"))
+    file.write_text("one")
+    other.write_text("two")
+    link.symlink_to(file)
+    corpora = ({"data_files": [str(other), str(link)]}, {"sources": [{"data_files": [f"{tmp_path}/l*.txt"]}]})
+    for corpus in corpora:
+        args = DataArguments(**corpus, validation_files=[str(file)])
+        with pytest.raises(ValueError) as error:
+            load_corpus(args, seed=0)
+        message = f"--validation-files {file}: --data-files {link} trains on it: expected another file"
+        assert str(error.value) == message
+    args = DataArguments(data_files=[str(file)], validation_files=[str(other)])
+    assert texts_of(load_corpus(args, seed=0).validation) == ["two"]
+
+
+def test_a_file_that_is_given_several_times_is_told(tmp_path):
+    names = []
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text(name)
+        names.append(str(tmp_path / name))
+    args = DataArguments(data_files=[*names, f"{tmp_path}/*.txt", names[1]], validation_share=0)
+    with pytest.warns(UserWarning) as warned:
+        assert len(texts_of(load_corpus(args, seed=0).train)) == 7
+    told = (
+        f"--data-files {names[0]}: given 2 times, and 2 other files more than once: each time, its documents are read"
+    )
+    assert [str(one.message) for one in warned] == [told]
+    args = DataArguments(data_files=names[:2], validation_files=[names[2]] * 3)
+    with pytest.warns(UserWarning) as warned:
+        load_corpus(args, seed=0)
+    told = f"--validation-files {names[2]}: given 3 times: each time, its documents are read"
+    assert [str(one.message) for one in warned] == [told]
+    with warnings.catch_warnings():  # with weights it is meant so
+        warnings.simplefilter("error")
+        load_corpus(DataArguments(sources=[{"data_files": names[:1]}, {"data_files": names[:2]}]), seed=0)
 
 
 def test_an_empty_corpus(tmp_path):

@@ -125,8 +125,11 @@ def test_processes_that_were_told_different_things(tmp_path, train_processes):
     check("run: holds an earlier run: continue it", [*common, *data, *new], [*common, *data, *run])
     models = [*TINY[4:], "--max-steps", "2", *data, *new, "--model"]
     check("or the weights of --model are not the same", *(["train", *models, tmp_path / m] for m in ("run", "base")))
+    for name, text in (("held-out.jsonl", DOCUMENTS), ("held-out-2.jsonl", DOCUMENTS.replace("def", "fed"))):
+        (tmp_path / name).write_text(text)
     validation = [*TINY[:-6], "--max-steps", "2", *data, *new, "--validation-files"]
-    check("the validation text or the weights", *(["train", *validation, o[1]] for o in (data, other)))
+    names = (tmp_path / "held-out.jsonl", tmp_path / "held-out-2.jsonl")
+    check("the validation text or the weights", *(["train", *validation, name] for name in names))
 
 
 def launch(tmp_path, *flags):
