@@ -110,7 +110,7 @@ def tokenised(
         description: of the progress bars; none without.
         cache: False neither reads nor writes it.
     """
-    if cache:
+    if cache and next(documents.texts(), None) is not None:  # nothing cannot be mapped into memory
         texts = _counted(documents.texts(), description and "reading")
         folder = tokens_folder() / _key(tokenizer, texts)
         try:

@@ -167,6 +167,8 @@ def _encode_there(batch: Batch) -> TokenStream:
 
 def concatenate(streams: Iterable[TokenStream]) -> TokenStream:
     streams = list(streams)
+    if not streams:
+        return TokenStream(np.empty(0, np.uint16), np.empty(0, np.int64))
     offsets = itertools.accumulate((len(stream.tokens) for stream in streams), initial=0)
     return TokenStream(
         np.concatenate([stream.tokens for stream in streams]),

@@ -19,6 +19,7 @@ from transformers import ByT5Tokenizer
 from hf_recurrent.modeling.model import IGNORED
 from hf_recurrent.training.arguments import DataArguments
 from hf_recurrent.training.documents import Documents, in_random_order, in_validation, split
+from hf_recurrent.training.input import build_rows
 from hf_recurrent.training.mixing import BLOCK, MixedRows
 from hf_recurrent.training.rows import Place, ShuffledRows, StreamedRows, count_rows, count_targets, pack, pad
 from hf_recurrent.training.sources import dataset_documents, expand, file_documents, load_corpus, stdlib_documents
@@ -608,6 +609,17 @@ def test_a_file_that_is_given_several_times_is_told(tmp_path):
     with warnings.catch_warnings():  # with weights it is meant so
         warnings.simplefilter("error")
         load_corpus(DataArguments(sources=[{"data_files": names[:1]}, {"data_files": names[:2]}]), seed=0)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("text, share", [("x", 0.05), ("x" * 5000, 0.99999999)])
+def test_nothing_is_left_to_train_on(tmp_path, text, share, cache):
+    (tmp_path / "a.txt").write_text(text)
+    args = DataArguments(data_files=[str(tmp_path / "a.txt")], validation_share=share, token_cache=cache)
+    message = "the corpus is shorter than one row: 0 tokens for training, --sequence-length 256"
+    for args.packing in (True, False):
+        with pytest.raises(ValueError, match=message):
+            build_rows(load_corpus(args, seed=0), byte_tokenizer(), args, seed=0)
 
 
 def test_an_empty_corpus(tmp_path):
