@@ -44,7 +44,7 @@ from .model import (
 )
 from .optimizer import create_optimizer, learning_rate_ratio
 from .prefetch import Prefetcher
-from .report import Baselines, baselines, plot_loss, table
+from .report import Baselines, baselines, perplexity, plot_loss, readable, table
 from .signals import interrupts
 from .sources import load_corpus
 from .tokenizer import TokenizerSize, byte_tokenizer, load_tokenizer, train_bpe
@@ -113,8 +113,8 @@ def train(model_args: ModelArguments, data_args: DataArguments, train_args: Trai
     Returns:
         `output_dir`, `step`, `interrupted` (the signal's number, 0 where there was none), `train_loss` (the latest
         logged), and, where there is validation text and
-        the run was not interrupted, `validation_loss` (nats per token), `validation_perplexity`,
-        `validation_bits_per_byte`, `unigram_bits_per_byte`, `gzip_bits_per_byte`.
+        the run was not interrupted, `validation_loss` (nats per token), `validation_perplexity` (infinite where a
+        float overflows), `validation_bits_per_byte`, `unigram_bits_per_byte`, `gzip_bits_per_byte`.
 
     Raises:
         ValueError, OSError: arguments, data or a folder that cannot be used; nothing has been left half-written.
@@ -507,8 +507,8 @@ class Run:
             rows = np.linspace(0, count - 1, min(count, self.args.eval_rows)).round().astype(np.int64)
         loss = self.evaluate(rows, "validating" if everything else None, interrupted)
         bytes_per_token = self.validation.text_bytes / self.validation.targets
-        perplexity = math.exp(min(loss, 700.0))  # beyond, a float overflows
-        result = dict(zip(VALIDATED, (loss, perplexity, loss / (math.log(2) * bytes_per_token)), strict=True))
+        found = (loss, perplexity(loss), loss / (math.log(2) * bytes_per_token))
+        result = dict(zip(VALIDATED, found, strict=True))
         if not math.isfinite(loss):
             self._print(f"warning: the validation loss is {loss} at step {self.state.step}")
         self._log(result | {"validation_rows": len(rows), "elapsed": round(self.state.seconds, 3)})
@@ -521,8 +521,10 @@ class Run:
             rows = len(self.validation.rows["labels"])
             for line in self.folder.metrics():
                 whole = (line["step"], line.get("validation_rows")) == (self.state.step, rows)
-                if whole and all(name in line for name in VALIDATED):
-                    found = {name: line[name] for name in VALIDATED}
+                if whole and "validation_loss" in line and "validation_bits_per_byte" in line:
+                    found = {name: line[name] for name in VALIDATED if name in line}
+                    # Which a line lacks where it is no finite number.
+                    found.setdefault("validation_perplexity", perplexity(line["validation_loss"]))
         return broadcast_object_list([found])[0]
 
     def _log(self, values: dict) -> None:
@@ -770,7 +772,7 @@ class Run:
         size = f"{counted(self.validation.text_bytes, 'byte')} in {counted(self.validation.documents, 'document')}"
         self._print(
             f"\nvalidation ({size}): loss {result['validation_loss']:.3f} nats per token, "
-            f"perplexity {result['validation_perplexity']:.2f}\n"
+            f"perplexity {readable(result['validation_perplexity'])}\n"
             + table(
                 [
                     ("", "bits per byte"),

@@ -48,6 +48,18 @@ def baselines(validation: "ValidationRows", train_counts: np.ndarray) -> Baselin
     )
 
 
+def perplexity(nats_per_token: float) -> float:
+    try:
+        return math.exp(nats_per_token)
+    except OverflowError:
+        return math.inf
+
+
+def readable(number: float) -> str:
+    """Two decimals while it is short, then three digits: 12.34, 1.23e+08, inf."""
+    return f"{number:.2f}" if number < 1e6 else f"{number:.3g}"
+
+
 def table(rows: list[tuple[str, str]]) -> str:
     """Two columns, the second one aligned to the right."""
     left, right = (max(len(row[column]) for row in rows) for column in (0, 1))

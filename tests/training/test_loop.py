@@ -774,6 +774,22 @@ def test_a_run_that_is_not_the_checkpoints(train, text, tmp_path, capsys):
     assert "holds an earlier run: continue it by --resume" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "loss, shown, logged",
+    [(3.0, "20.09", True), (23.5, "1.61e+10", True), (700.5, "1.67e+304", True), (23490.0, "inf", False)],
+)
+def test_perplexities_of_every_size(train, monkeypatch, capsys, loss, shown, logged):
+    monkeypatch.setattr(Run, "evaluate", lambda self, *_: loss)
+    run = train("--max-steps", 1)
+    told = f"): loss {loss:.3f} nats per token, perplexity {shown}\n"
+    assert told in capsys.readouterr().out
+    assert metrics(run, "validation_perplexity") == ([math.exp(loss)] * 2 if logged else [])
+    assert metrics(run, "validation_loss") == [loss] * 2
+    monkeypatch.setattr(Run, "evaluate", None)
+    train("--max-steps", 1, "--resume")  # what is known already is not measured again
+    assert told in capsys.readouterr().out
+
+
 def test_a_stream_has_no_epochs(tmp_path, capsys):
     (tmp_path / "dataset").mkdir()
     (tmp_path / "dataset" / "train.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
