@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..messages import counted
@@ -11,6 +10,7 @@ from .checkpoints import reading
 from .data_arguments import DataArguments
 from .documents import Corpus, Part
 from .mixing import MixedRows
+from .progress import progress_bar
 from .rows import Place, ShuffledRows, StreamedRows
 from .token_cache import prune, tokenised
 
@@ -82,7 +82,7 @@ def prune_token_cache(rows: Rows, args: DataArguments) -> str:
 def first_texts(corpus: Corpus, visible: bool = True) -> Iterator[str]:
     """Texts to train a tokenizer on."""
     seen = 0
-    with tqdm(
+    with progress_bar(
         desc="reading for the tokenizer", unit="B", unit_scale=True, delay=2, leave=False, disable=not visible
     ) as bar:
         for text in corpus.train.texts():

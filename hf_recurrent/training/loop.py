@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +43,7 @@ from .model import (
 )
 from .optimizer import create_optimizer, learning_rate_ratio
 from .prefetch import Prefetcher
+from .progress import progress_bar
 from .report import Baselines, baselines, perplexity, plot_loss, readable, table
 from .signals import interrupts
 from .sources import load_corpus
@@ -483,7 +483,9 @@ class Run:
         # Sharded weights are gathered in every call, so that all processes must make as many.
         starts = range(0, math.ceil(len(rows) / self.replicas), self.batch_size)
         with torch.no_grad():
-            for start in tqdm(starts, description, delay=2, leave=False, disable=description is None or self.rank != 0):
+            for start in progress_bar(
+                starts, description, delay=2, leave=False, disable=description is None or self.rank != 0
+            ):
                 if interrupted is not None and (number := self._agree(0.0, interrupted())[1]):
                     raise Interrupted(number)
                 chosen = mine[start : start + self.batch_size]
@@ -733,12 +735,11 @@ class Run:
     def _bar(self) -> tqdm:
         """A bar over whichever budget is expected to run out first: a run with a time limit counts seconds."""
         by_time = self.args.max_minutes is not None
-        return tqdm(
+        return progress_bar(
             total=60 * self.args.max_minutes if by_time else self.total_steps,
             initial=min(self._bar_position(), 60 * self.args.max_minutes) if by_time else self.state.step,
             bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
             disable=not self.accelerator.is_main_process,
-            mininterval=0.1 if sys.stderr.isatty() else 10,
         )
 
     def _bar_position(self) -> float:

@@ -13,12 +13,11 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
 from ..hub import access
 from ..messages import counted, first_line
 from .data_arguments import DataArguments, SourceArguments
 from .documents import Corpus, Documents, Part, chained, in_random_order, split
+from .progress import progress_bar
 
 # Folders of the standard library that hold tests or other people's packages.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -126,7 +125,7 @@ def readable_files(files: list[str], text_column: str) -> list[str]:
         ValueError: a file that can be read has no text in `text_column`.
     """
     readable = []
-    for file in tqdm(files, "checking files", unit="file", delay=2, leave=False):
+    for file in progress_bar(files, "checking files", unit="file", delay=2, leave=False):
         try:
             for _ in _texts(file, text_column):
                 pass

@@ -21,13 +21,13 @@ import numpy as np
 import tokenizers
 import transformers
 from filelock import FileLock, Timeout
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..files import UNFINISHED, replacing_folder
 from ..messages import first_line
 from ..scan.kernel_cache import cache_folder
 from .documents import Documents
+from .progress import progress_bar
 from .tokens import TokenStream, concatenate, encode
 
 FORMAT = 1
@@ -130,7 +130,9 @@ def tokenised(
 
 
 def _counted(texts: Iterable[str], description: str | None) -> Iterator[str]:
-    with tqdm(desc=description, unit="B", unit_scale=True, delay=2, leave=False, disable=description is None) as bar:
+    with progress_bar(
+        desc=description, unit="B", unit_scale=True, delay=2, leave=False, disable=description is None
+    ) as bar:
         for text in texts:
             yield text
             bar.update(len(text))

@@ -11,8 +11,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import numpy as np
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
+
+from .progress import progress_bar
 
 PIECE = 1 << 20  # characters; longer documents are tokenised piece by piece, which bounds memory and uses every core
 BATCH = 1 << 22  # characters tokenised in one call
@@ -118,7 +119,9 @@ def encode(
         OSError: such a process has died.
     """
     # The bar appears only where tokenising takes longer than two seconds.
-    with tqdm(desc=description, unit="B", unit_scale=True, delay=2, leave=False, disable=description is None) as bar:
+    with progress_bar(
+        desc=description, unit="B", unit_scale=True, delay=2, leave=False, disable=description is None
+    ) as bar:
         batches, dtype = _batches(texts), token_type(tokenizer)
         if tokenizer.is_fast:
             streams = ((batch, encode_batch(tokenizer, batch, dtype)) for batch in batches)

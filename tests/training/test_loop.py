@@ -790,6 +790,24 @@ def test_perplexities_of_every_size(train, monkeypatch, capsys, loss, shown, log
     assert told in capsys.readouterr().out
 
 
+def test_bars_are_rare_in_a_log(tmp_path, train, monkeypatch):
+    bars = {}
+
+    class Recorded(tqdm):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            if not self.disable:
+                bars[self.desc] = self.mininterval
+
+    monkeypatch.setattr("hf_recurrent.training.progress.tqdm", Recorded)
+    train("--max-steps", 1, "--tokenizer", "bpe", "--vocab-size", 300, "--skip-unreadable-files")
+    names = {"", "checking files", "reading for the tokenizer", "reading", "tokenising", "tokenising validation text"}
+    assert bars.keys() == names | {"validating"} and set(bars.values()) == {10}
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    train("--max-steps", 1, name="watched")
+    assert bars[""] == bars["validating"] == 0.1
+
+
 def test_a_stream_has_no_epochs(tmp_path, capsys):
     (tmp_path / "dataset").mkdir()
     (tmp_path / "dataset" / "train.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
