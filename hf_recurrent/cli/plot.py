@@ -20,9 +20,9 @@ def run(argv: list[str]) -> int:
     parser = Parser(prog="hf-recurrent plot", description="Draw curves of several runs.", epilog=EXAMPLES)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or its metrics.jsonl")
     parser.add_argument("--metric", nargs="+", metavar="NAME", help="names in metrics.jsonl (default: both losses)")
-    parser.add_argument("--x", choices=curves.X_AXES, default="step", help="what runs to the right (default: step)")
+    parser.add_argument("--x", choices=curves.X_AXES, default="step", help="what runs to the right")
     parser.add_argument("--log", action="store_true", help="logarithmic upwards")
-    parser.add_argument("--output", default="curves.png", metavar="FILE", help="picture (default: curves.png)")
+    parser.add_argument("--output", default="curves.png", metavar="FILE", help="picture")
     args = parser.parse(argv)
     if Path(args.output).suffix.lower() not in FORMATS:
         raise CommandLineError(f"--output {args.output}: expected a name ending in {', '.join(FORMATS)}")

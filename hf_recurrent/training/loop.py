@@ -232,7 +232,7 @@ class Run:
         if data_args.tokenizer != "bpe":
             return load_tokenizer(data_args.tokenizer)
         if model_args.model is not None:
-            return load_tokenizer(model_args.model)
+            return load_tokenizer(model_args.model, "--model")
         vocab_size = data_args.vocab_size or DEFAULT_VOCAB_SIZE
         self._print(f"training a tokenizer of {vocab_size:,} tokens on {corpus.description}")
         return train_bpe(first_texts(corpus, visible=self.rank == 0), vocab_size)
