@@ -156,7 +156,8 @@ child = os.fork()
 if child == 0:
     folder.unlock()  # which is not its own
     open(sys.argv[1] + ".forked", "w").close()
-print(child, flush=True)
+else:
+    print(child, flush=True)
 time.sleep(60)
 """
 
@@ -167,7 +168,7 @@ def test_a_killed_process_keeps_nothing_locked_even_by_its_children(tmp_path):
     env = os.environ | {"PYTHONPATH": str(Path(hf_recurrent.__file__).parents[1])}
     command = [sys.executable, "-c", HOLD_AND_FORK, str(path)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
-        child = next(number for number in map(int, process.stdout) if number)
+        child = int(process.stdout.readline())
         while not path.with_name("run.forked").exists():
             time.sleep(0.01)
         with pytest.raises(BlockingIOError, match=f"process {process.pid} on host"):
