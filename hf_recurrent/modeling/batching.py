@@ -138,7 +138,7 @@ class ContinuousBatcher:
             The requests that have a new token, each with it.
         """
         self._advance()
-        news = list(self.news)
+        news = [(request, token) for request, token in self.news if not request.cancelled]
         self.news.clear()
         return news
 
@@ -160,15 +160,20 @@ class ContinuousBatcher:
         request = self.waiting[0]
         piece = request.input_ids[self.read : self.read + self.prefill_chunk_size]
         ids = torch.tensor([piece], device=self.model.device)
-        logits = self.model(ids, past_key_values=self.prompt_cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        self.read += len(piece)
-        if self.read < len(request.input_ids):
-            return
+        try:
+            logits = self.model(ids, past_key_values=self.prompt_cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            self.read += len(piece)
+            if self.read < len(request.input_ids):
+                return
+            caches = [self.prompt_cache] if self.cache is None else [self.cache, self.prompt_cache]
+            joined = RecurrentCache.concatenate(caches)
+        except BaseException:  # no room, say: the request goes on waiting, and is read anew
+            self._start_reading()
+            raise
         self.waiting.popleft()
         self._take([request], logits)
         if not request.finished:
-            caches = [self.prompt_cache] if self.cache is None else [self.cache, self.prompt_cache]
-            self.cache = RecurrentCache.concatenate(caches)
+            self.cache = joined
             self.running.append(request)
         self._start_reading()
 

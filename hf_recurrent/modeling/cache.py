@@ -242,7 +242,8 @@ class RecurrentCache(Cache):
         """
         Takes back the last tokens: the states are those before them, to the bit, short convolutions included. What was
         recorded is forgotten, without a window; recording goes on. `crop(0)` therefore says that all tokens are to
-        stay. With a window, what was recorded before the tokens that are taken back can be taken back later.
+        stay. With a window, of what was recorded before the tokens that are taken back some can be taken back later:
+        they count in the window, too.
 
         Args:
             tokens_to_remove: -n takes back n tokens, as in Transformers' recurrent caches. Columns count, also padding.

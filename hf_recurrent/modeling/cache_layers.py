@@ -191,8 +191,8 @@ class RecurrentLayer:
         if self.window is not None and call.num_tokens > self.window:
             call = call.last(self.window)
         self.calls.append(call)
-        while self.window is not None and self.recorded_tokens - self.calls[0].num_tokens >= self.window:
-            del self.calls[0]
+        if self.window is not None:
+            self._keep(self.window)
 
     def crop(self, num_tokens: int) -> None:
         """Forgets the last `num_tokens` of those recorded, and of those before them all but the window."""
@@ -200,11 +200,14 @@ class RecurrentLayer:
             call = self.calls.pop()
             if num_tokens < call.num_tokens:
                 self.calls.append(call.first(call.num_tokens - num_tokens))
-                return self.crop(0)
+                break
             num_tokens -= call.num_tokens
-        keep = self.kept_by_crop if self.window is None else self.window
-        # By the tokens that are held, those taken back among them, lest they add up.
-        while self.calls and (not keep or sum(call.x.shape[1] for call in self.calls[1:]) >= keep):
+        self._keep(self.kept_by_crop if self.window is None else self.window)
+
+    def _keep(self, num_tokens: int) -> None:
+        """Forgets the first calls that are not needed for so many tokens. Those held count, taken back or not, lest
+        they add up."""
+        while self.calls and (not num_tokens or sum(call.x.shape[1] for call in self.calls[1:]) >= num_tokens):
             del self.calls[0]
 
     def states_before(self, num_tokens: int) -> dict[str, Tensor]:

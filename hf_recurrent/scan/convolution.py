@@ -120,6 +120,10 @@ def short_convolution(
 
     Returns:
         y, (B, L, D), zero at padding, and the new state, (B, k - 1, D).
+
+    Raises:
+        ValueError: mask or reset of another shape; tensors on different devices.
+        TypeError: mask or reset that is not of booleans.
     """
     if unobserved(x, weight, bias, state, mask, reset):
         runs = x.numel() and _fits("cpu", x, weight, bias, state)
@@ -134,6 +138,9 @@ def short_convolution(
         x, weight, bias, state = (
             None if t is None else t.to(torch.get_autocast_dtype(device)) for t in (x, weight, bias, state)
         )
+    for name, t in (("weight", weight), ("bias", bias), ("state", state)):
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{name} is on {t.device}, expected {x.device} as the inputs")
     # Its kernels drop the tangents of forward-mode derivatives.
     backend = "reference" if getattr(forward_ad, "_current_level", 0) >= 0 else choose_backend(None, x.device)
     if backend in MOST_TAPS and _fits(backend, x, weight, bias, state):
@@ -148,11 +155,10 @@ def short_convolution(
 
 def _fits(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None) -> bool:
     """Whether the kernels take tensors such as these."""
-    dtype, (batch, length, channels), taps = x.dtype, x.shape, weight.shape[2]
+    dtype, (batch, _, channels), taps = x.dtype, x.shape, weight.shape[2]
     return (
         dtype in cpu.REAL
         and taps <= MOST_TAPS[backend]
-        and length < 2**31
         and weight.dtype is dtype
         and weight.shape == (channels, 1, taps)
         and (bias is None or (bias.dtype is dtype and bias.shape == (channels,)))

@@ -10,6 +10,7 @@ from .reference import STATE_DTYPES
 # As in csrc/convolution_cuda.cu: threads to a block, the channels side by side of which each takes some, and positions.
 THREADS, LANES, POSITIONS = 128, 32, 128
 MOST_TAPS = 8  # that registers hold
+MOST_POSITIONS = 2**31 - 2 * POSITIONS  # the kernels count them in 32 bits
 WIDEST = 16  # bytes that a thread reads or writes at once
 
 
@@ -43,6 +44,10 @@ class _Call:
     def __init__(self, x, weight, state, bias, flags, silu: bool, *more: Tensor):
         batch, length, channels = x.shape
         taps = weight.shape[2]
+        if length > MOST_POSITIONS:
+            raise ValueError(
+                f"x must have at most {MOST_POSITIONS} positions on a GPU, got {length}: read it in pieces"
+            )
         self.x, self.weight = _rows(x), aligned(weight.contiguous())  # held until the kernels are launched
         self.state = None if state is None else aligned(state.contiguous())
         self.bias, self.device = None if bias is None else aligned(bias.contiguous()), x.device
@@ -71,11 +76,11 @@ def forward(x, weight, state: Tensor | None, bias: Tensor | None, flags, silu: b
 def backward(
     x, weight, state: Tensor | None, bias: Tensor | None, flags, silu: bool, grad_y: Tensor, grad_new_state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and the state (of nothing, where there is none), and those of the weight and the bias in parts
-    that are to be added up, (parts, k + 1, D) in the state's dtype."""
+    """The gradients of x and the state (which means nothing where there is none), and those of the weight and the bias
+    in parts that are to be added up, (parts, k + 1, D) in the state's dtype."""
     grad_y, grad_new_state = _rows(grad_y), aligned(grad_new_state.contiguous())
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grad_state = torch.empty(grad_new_state.shape if state is not None else 0, dtype=x.dtype, device=x.device)
+    grad_state = torch.empty_like(grad_new_state)
     call = _Call(x, weight, state, bias, flags, silu, grad_y, grad_new_state)
     parts = len(x) * call.blocks, weight.shape[2] + 1, x.shape[2]
     grad_weight = torch.empty(parts, dtype=STATE_DTYPES[x.dtype], device=x.device)

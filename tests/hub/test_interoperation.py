@@ -107,7 +107,7 @@ def test_int8_weights_of_torchao(name, tmp_path):
 @each_family
 def test_a_model_as_a_program_of_any_size(name):
     model, ids = small(name), torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(0))
-    sizes = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", min=2, max=4096)}
+    sizes = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", min=2)}
     inputs, shapes = {"input_ids": ids, "use_cache": False}, {"input_ids": sizes, "use_cache": None}
     with torch.no_grad():
         program = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()

@@ -6,7 +6,7 @@ import transformers
 from families import causal_lm, each_family, token_ids
 from packaging.version import Version
 
-from hf_recurrent import ContinuousBatcher
+from hf_recurrent import ContinuousBatcher, RecurrentCache
 
 
 def alone(model, prompt, max_new_tokens, **options):
@@ -107,6 +107,29 @@ def test_no_token_is_lost(config, monkeypatch):
     monkeypatch.setattr(batcher, "_read", read)
     told += [token for request, token in batcher if request is first]
     assert told == first.tokens and len(told) == 6 and len(second.tokens) == 6
+
+
+@each_family
+def test_a_request_that_finds_no_room_goes_on_waiting(config, monkeypatch):
+    model = causal_lm(config)
+    batcher, texts = ContinuousBatcher(model), prompts(config, [4, 5, 3])
+    requests = [batcher.submit(text, 5) for text in texts[:2]]
+    told = list(batcher.step())
+    with monkeypatch.context() as patch:
+        patch.setattr(RecurrentCache, "concatenate", lambda caches: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises(MemoryError):
+            batcher.step()
+    assert list(batcher.waiting) == requests[1:] and requests[1].tokens == []
+    requests.append(batcher.submit(texts[2], 5))
+    told += list(batcher)
+    for request, text in zip(requests, texts, strict=True):
+        assert request.tokens == alone(model, text, 5)
+        assert [token for other, token in told if other is request] == request.tokens
+    requests = [batcher.submit(text, 5) for text in texts[:2]]
+    for _ in range(3):
+        batcher._advance()
+    batcher.cancel(batcher.news[0][0])
+    assert all(not request.cancelled for request, _ in batcher.step())
 
 
 @each_family

@@ -197,3 +197,12 @@ def check_apart(run):
     apart[0, 140:150] = False
     assert y[apart].isfinite().all() and grad[apart].isfinite().all() and state.isfinite().all()
     assert y[0, 145].isnan().all() and not y[0, 200:203].any() and not grad[0, 200:203].any()
+
+
+@pytest.mark.parametrize("which", ["weight", "bias", "state"])
+def test_tensors_on_another_device(which):
+    names = "x", "weight", "bias", "state"
+    inputs = dict(zip(names, inputs_for(1, 5, 3, 4, torch.float32), strict=True))
+    inputs["x"].requires_grad_()
+    with pytest.raises(ValueError, match=f"{which} is on meta, expected cpu as the inputs"):
+        short_convolution(**inputs | {which: inputs[which].to("meta")})

@@ -1,13 +1,17 @@
 """The short convolution's CUDA kernels without a GPU, as test_cuda_source.py has it for the scans."""
 
+import ctypes
+import mmap
 import re
+import sys
 
 import pytest
 import torch
-from oracle import mask_and_reset
+from oracle import mask_and_reset, random
 from test_convolution import check_apart, compare, gradients, inputs_for
 from test_cuda_source import ARCHITECTURES, check_report
 from test_fuzz import LAYOUTS, laid_out
+from test_gateloop_heads_cuda import shifted
 
 from hf_recurrent.scan import convolution, convolution_cuda
 from hf_recurrent.scan.convolution import short_convolution
@@ -42,6 +46,7 @@ HOST_SHAPES = [
     (2, 140, 6, 2),
     (1, 300, 4, 8),
     (2, 33, 3, 1),
+    (1, 140, 4, 6),
 ]
 
 
@@ -93,6 +98,59 @@ def test_layouts(host, layout):
     inputs = inputs_for(2, 40, 36, 4, torch.float32)
     inputs[0], inputs[3] = laid_out(inputs[0], layout), laid_out(inputs[3], layout)
     compare(inputs, "cuda", silu=True)
+
+
+def sliced(x: torch.Tensor) -> torch.Tensor:
+    """The same values in rows that are longer by two, so that not all begin at a multiple of 16 bytes."""
+    return torch.cat([x, x[..., :2]], dim=-1)[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize("which", ["x", "state", "grad", "weight"])
+def test_alignment(host, which):
+    """Rows, a state, gradients and weights where accesses of several channels cannot begin."""
+    x, weight, bias, state = inputs_for(2, 40, 36, 4, torch.float32)
+    slopes = random(2, 40, 36, dtype=torch.float32)
+    convolve = torch.ops.hf_recurrent.short_convolution
+
+    def run(x, weight, state, slopes):
+        inputs = [t.detach().requires_grad_() for t in (x, weight, state)]
+        y, left = convolve(*inputs, bias, None, True, "cuda")
+        return y, left, *torch.autograd.grad((y, left), inputs, (slopes, torch.ones_like(left)))
+
+    want = run(x, weight, state, slopes)
+    x, slopes = (sliced(t) if name == which else t for name, t in (("x", x), ("grad", slopes)))
+    state, weight = (shifted(t, 4) if name == which else t for name, t in (("state", state), ("weight", weight)))
+    for got, expected in zip(run(x, weight, state, slopes), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def at_the_end_of_memory(x: torch.Tensor) -> torch.Tensor:
+    """The same values, behind which there is nothing that may be read."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    size = -(-x.nbytes // page) * page
+    memory = mmap.mmap(-1, size + page)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    no_access = 0
+    assert libc.mprotect(ctypes.c_void_p(whole.data_ptr() + size), ctypes.c_size_t(page), no_access) == 0
+    place = whole[size - x.nbytes : size].view(x.dtype).view(x.shape)
+    return place.copy_(x)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mprotect")
+def test_nothing_is_read_beyond_the_end(host):
+    for shape in ((1, 40, 5, 4), (2, 33, 8, 4)):
+        x, weight, bias, state = (at_the_end_of_memory(t) for t in inputs_for(*shape, torch.float32))
+        flags = at_the_end_of_memory(step_flags(*mask_and_reset(*shape[:2]), False))
+        grads = at_the_end_of_memory(torch.ones_like(x)), at_the_end_of_memory(torch.ones_like(state))
+        ops = torch.ops.hf_recurrent
+        ops.short_convolution(x, weight, state, bias, flags, True, "cuda")
+        ops.short_convolution_backward(x, weight, state, bias, flags, *grads, True, "cuda")
+
+
+def test_more_positions_than_are_counted(host):
+    x = torch.zeros(1, 1, 1).expand(1, 2**31, 1)
+    with pytest.raises(ValueError, match="x must have at most 2147483392 positions on a GPU, got 2147483648"):
+        convolution_cuda._Call(x, torch.ones(1, 1, 4), None, None, None, False)
 
 
 def test_nothing_of_other_documents(host):
