@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .measure import paired
 from .scan import gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan, s5_scan
-from .scan.convolution import short_convolution
+from .scan.convolution import _short_convolution, short_convolution
 from .versions import version_of
 
 PASSES = ("forward", "backward")
@@ -116,6 +116,7 @@ CASES = (
     Case("S5 cell, per-step", _irregular, _first(s5_scan), (2, 4), complex=True),
     Case(f"Longhorn cell, m = {STATE_SIZE}", _longhorn, _first(longhorn_scan), (3, 5)),
     Case(f"short convolution, {TAPS} taps, SiLU", _convolution, _first(short_convolution, silu=True), (2, 3)),
+    Case("short convolution, in plain PyTorch", _convolution, _first(_short_convolution, silu=True), (2, 3)),
 )
 DTYPES = (torch.float32, torch.bfloat16)
 
