@@ -20,7 +20,7 @@ typedef Packed<T, HFR_WIDTH> Few;
 
 constexpr int kTaps = HFR_TAPS, kWidth = HFR_WIDTH, kRows = 4, kThreads = kRows * kWarp;
 constexpr int kSteps = kWarp;  // of a thread: so that a warp votes on their flags at once
-constexpr int kAhead = 8, kAheadBack = sizeof(T) == 2 ? 8 : 4;
+constexpr int kAhead = sizeof(T) == 8 ? 4 : 8, kAheadBack = sizeof(T) == 2 ? 8 : 4;
 
 struct Problem {
   Index batch, length, channels, blocks;  // blocks: of kRows kSteps positions, in a row of the batch
