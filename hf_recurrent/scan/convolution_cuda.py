@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_kernels
+from .cpu import rows
 from .cuda_kernels import MAX_GRID_Y, TYPES, Module, aligned, pointer
 from .reference import STATE_DTYPES
 
@@ -25,21 +26,16 @@ def widest(dtype: torch.dtype, taps: int) -> int:
     return max(1, most // 2) if STATE_DTYPES[dtype].itemsize == 8 else most
 
 
-def _width(taps: int, rows: list[Tensor]) -> int:
+def _width(taps: int, tensors: list[Tensor]) -> int:
     """`widest` where all of these allow accesses of that many channels, else 1."""
-    width = widest(rows[0].dtype, taps)
-    if rows[0].shape[2] % width or any(s % width for x in rows for s in x.stride()[:2]):
+    width = widest(tensors[0].dtype, taps)
+    if tensors[0].shape[2] % width or any(s % width for x in tensors for s in x.stride()[:2]):
         return 1
-    return 1 if any(x.data_ptr() % WIDEST for x in rows) else width
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x with its channels side by side."""
-    return aligned(x if x.stride(2) == 1 else x.contiguous())
+    return 1 if any(x.data_ptr() % WIDEST for x in tensors) else width
 
 
 class _Call:
-    """What forward and backward share. `rows`: all (B, ..., D) tensors that the kernel reads."""
+    """What forward and backward share. `more`: what the kernel reads besides, each (B, ..., D)."""
 
     def __init__(self, x, weight, state, bias, flags, silu: bool, *more: Tensor):
         batch, length, channels = x.shape
@@ -48,7 +44,7 @@ class _Call:
             raise ValueError(
                 f"x must have at most {MOST_POSITIONS} positions on a GPU, got {length}: read it in pieces"
             )
-        self.x, self.weight = _rows(x), aligned(weight.contiguous())  # held until the kernels are launched
+        self.x, self.weight = aligned(rows(x)), aligned(weight.contiguous())  # held until the kernels are launched
         self.state = None if state is None else aligned(state.contiguous())
         self.bias, self.device = None if bias is None else aligned(bias.contiguous()), x.device
         width = _width(taps, [t for t in (self.x, self.state, *more) if t is not None])
@@ -78,7 +74,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and the state (which means nothing where there is none), and those of the weight and the bias
     in parts that are to be added up, (parts, k + 1, D) in the state's dtype."""
-    grad_y, grad_new_state = _rows(grad_y), aligned(grad_new_state.contiguous())
+    grad_y, grad_new_state = aligned(rows(grad_y)), aligned(grad_new_state.contiguous())
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grad_state = torch.empty_like(grad_new_state)
     call = _Call(x, weight, state, bias, flags, silu, grad_y, grad_new_state)
