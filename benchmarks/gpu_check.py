@@ -25,12 +25,21 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "scan"))
 
 import test_convolution
+import test_elementwise
 import test_gateloop_heads
 import test_longhorn_scan
 import test_s5_scan
 from oracle import CELLS, GATELOOP_CELLS, coefficients, compare, linear, mask_and_reset, random
 
-from hf_recurrent.scan import convolution_cuda, cuda, cuda_kernels, gateloop_heads_cuda, longhorn_cuda
+from hf_recurrent.scan import (
+    convolution_cuda,
+    cuda,
+    cuda_kernels,
+    elementwise,
+    elementwise_cuda,
+    gateloop_heads_cuda,
+    longhorn_cuda,
+)
 from hf_recurrent.scan.cells import BY_NAME, S5
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +61,8 @@ SMALL_LONGHORN_SHAPES = [(2, 21, 33, 16), (1, 1030, 5, 2)]
 # (batch, length, channels, taps)
 CONVOLUTION_SHAPES = [(3, 37, 33, 4), (2, 700, 520, 4), (1, 2100, 8, 8), (2, 129, 64, 2), (300, 1, 16, 4)]
 SMALL_CONVOLUTION_SHAPES = [(2, 140, 8, 4), (1, 70, 5, 3)]
+ELEMENTWISE_SHAPES = [(3, 37, 33), (2, 700, 520), (300, 1, 16)]
+SMALL_ELEMENTWISE_SHAPES = [(2, 70, 8), (1, 5, 5)]
 # (batch, length, heads, d_k, d_v)
 HEADS_SHAPES = [(3, 37, 5, 8, 8), (2, 300, 9, 4, 4), (1, 2100, 2, 8, 8), (2, 65, 2, 64, 64), (2, 129, 3, 5, 100)]
 SMALL_HEADS_SHAPES = [(2, 21, 3, 4, 4), (1, 1030, 1, 3, 100)]
@@ -99,6 +110,10 @@ def _cases(small: bool) -> list[tuple[str, Callable[[str, torch.device], None]]]
         for dtype, silu in itertools.product(DTYPES, (False, True)):
             what = f"convolution {dtype} {shape}{', SiLU' if silu else ''}"
             cases.append((what, _convolution_case(shape, dtype, silu)))
+    for shape in SMALL_ELEMENTWISE_SHAPES if small else ELEMENTWISE_SHAPES:
+        for dtype, function in itertools.product(DTYPES, test_elementwise.NAMES):
+            what = f"elementwise, {function.__name__} {dtype} {shape}"
+            cases.append((what, _elementwise_case(function, shape, dtype)))
     for shape in SMALL_HEADS_SHAPES if small else HEADS_SHAPES:
         cases += [(f"heads {dtype} {shape}", _heads_case(shape, dtype, True)) for dtype in DTYPES]
         cases.append((f"heads, real transitions {shape}", _heads_case(shape, torch.float32, False)))
@@ -134,6 +149,10 @@ def _modules(small: bool, device: torch.device) -> set[cuda_kernels.Module]:
         for dtype, silu in itertools.product(DTYPES, (False, True)):
             wide = convolution_cuda.widest(dtype, taps)
             modules.add(convolution_cuda.module_for(dtype, taps, 1 if channels % wide else wide, silu))
+    for *_, channels in SMALL_ELEMENTWISE_SHAPES if small else ELEMENTWISE_SHAPES:
+        for dtype, name in itertools.product(DTYPES, elementwise.FUNCTIONS.values()):
+            wide = elementwise_cuda.widest(dtype)
+            modules.add(elementwise_cuda.module_for(name, dtype, 1 if channels % wide else wide))
     for *_, d_k, d_v in SMALL_HEADS_SHAPES if small else HEADS_SHAPES:
         kinds = [(dtype, torch.complex64) for dtype in DTYPES] + [(DTYPES[0], torch.float32)]
         modules |= {gateloop_heads_cuda.module_for(*kind, d_k, d_v) for kind in kinds}
@@ -211,6 +230,14 @@ def _convolution_case(shape, dtype, silu):
             options.pop("reverse", None)
             inputs = test_convolution.inputs_for(*shape, dtype, with_state=not options)
             test_convolution.compare(inputs, backend, device=device, runs=RUNS, silu=silu, **options)
+
+    return check
+
+
+def _elementwise_case(function, shape, dtype):
+    def check(backend, device):
+        for scaled in (False, True):
+            test_elementwise.compare(function, shape, dtype, scaled, device=device, runs=RUNS)
 
     return check
 

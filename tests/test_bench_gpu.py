@@ -107,7 +107,16 @@ def test_what_is_not_measured_again_stays(gpu, tmp_path, monkeypatch):
 def test_all_kernels_of_the_checks_are_compiled_first(gpu, monkeypatch):
     """Side by side; one that cannot be compiled does not keep the others from it."""
     import gpu_check
-    from hf_recurrent.scan import BackendUnavailable, convolution, cpu, cuda, cuda_kernels, gateloop_heads, longhorn
+    from hf_recurrent.scan import (
+        BackendUnavailable,
+        convolution,
+        cpu,
+        cuda,
+        cuda_kernels,
+        elementwise,
+        gateloop_heads,
+        longhorn,
+    )
 
     monkeypatch.setattr(gpu_check, "SMALL_SHAPES", [(2, 1, 5), (1, 9, 8)])
     launched, compiled = set(), set()
@@ -126,7 +135,7 @@ def test_all_kernels_of_the_checks_are_compiled_first(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for name in ("forward", "run_forward", "backward"):
         monkeypatch.setattr(cpu, name, getattr(cuda, name))
-    for module in (convolution, longhorn, gateloop_heads):
+    for module in (convolution, elementwise, longhorn, gateloop_heads):
         monkeypatch.setattr(module, "choose_backend", lambda backend, device: "cuda")
     for _, check in gpu_check._cases(True):
         with pytest.raises(InterruptedError):

@@ -20,13 +20,13 @@ So nothing is divided by a product of transitions, and padding and documents mea
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict, validated_field
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..scan import gateloop_heads_scan, gateloop_scan
+from ..scan.elementwise import silu_gate
 from ..scan.gateloop import channel_loop
 from ..transitions import MAGNITUDE_ACTIVATIONS, PHASE_ACTIVATIONS, polar
 from .configuration import RecurrentConfig, at_least, kernel_size, positive
@@ -210,7 +210,7 @@ class GateLoopMixer(nn.Module):
             y = self.sub_ln(y)
         y = y.to(qkv.dtype)
         if self.gate_proj is not None:
-            y = F.silu(project(self.gate_proj, x)) * y
+            y = silu_gate(y, project(self.gate_proj, x))
         if self.out_proj is not None:
             y = project(self.out_proj, y)
         if not output_attentions:

@@ -34,6 +34,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, ImageClassifi
 from transformers.utils import can_return_tuple
 
 from ..scan import longhorn_scan
+from ..scan.elementwise import silu_gate
 from ..scan.longhorn import gated_scan
 from .cache import RecurrentCache
 from .configuration import RecurrentConfig, at_least, kernel_size, not_negative, positive
@@ -157,7 +158,7 @@ class LonghornMixer(nn.Module):
         u = F.silu(x if self.conv1d_b is None else self._convolve_back(x, mask, reset))
         inputs = self._inputs(u, self.x_proj_b, self.dt_head_b)
         o = (o + self._recur(inputs, self.D_b, None, mask=mask, reset=reset, reverse=True)) / 2
-        return project(self.out_proj, o.to(z.dtype) * F.silu(z)), {}
+        return project(self.out_proj, silu_gate(o.to(z.dtype), z)), {}
 
     def _inputs(self, u: Tensor, x_proj: nn.Linear, dt_head: nn.Linear) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x, dt, k and q of `longhorn_scan`."""

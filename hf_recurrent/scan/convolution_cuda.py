@@ -5,14 +5,13 @@ from torch import Tensor
 
 from . import cuda_kernels
 from .cpu import rows
-from .cuda_kernels import MAX_GRID_Y, TYPES, Module, aligned, pointer
+from .cuda_kernels import MAX_GRID_Y, TYPES, Module, aligned, pointer, width_for
 from .reference import STATE_DTYPES
 
 # As in csrc/convolution_cuda.cu: threads to a block, the channels side by side of which each takes some, and positions.
 THREADS, LANES, POSITIONS = 128, 32, 128
 MOST_TAPS = 8  # that registers hold
 MOST_POSITIONS = 2**31 - 2 * POSITIONS  # the kernels count them in 32 bits
-WIDEST = 16  # bytes that a thread reads or writes at once
 
 
 def module_for(dtype: torch.dtype, taps: int, width: int, silu: bool) -> Module:
@@ -24,14 +23,6 @@ def widest(dtype: torch.dtype, taps: int) -> int:
     """The most channels of a thread, whose inputs and gradients under all taps are in registers."""
     most = 4 if taps <= 4 else 2 if taps <= 6 else 1
     return max(1, most // 2) if STATE_DTYPES[dtype].itemsize == 8 else most
-
-
-def _width(taps: int, tensors: list[Tensor]) -> int:
-    """`widest` where all of these allow accesses of that many channels, else 1."""
-    width = widest(tensors[0].dtype, taps)
-    if tensors[0].shape[2] % width or any(s % width for x in tensors for s in x.stride()[:2]):
-        return 1
-    return 1 if any(x.data_ptr() % WIDEST for x in tensors) else width
 
 
 class _Call:
@@ -47,7 +38,7 @@ class _Call:
         self.x, self.weight = aligned(rows(x)), aligned(weight.contiguous())  # held until the kernels are launched
         self.state = None if state is None else aligned(state.contiguous())
         self.bias, self.device = None if bias is None else aligned(bias.contiguous()), x.device
-        width = _width(taps, [t for t in (self.x, self.state, *more) if t is not None])
+        width = width_for(widest(x.dtype, taps), [t for t in (self.x, self.state, *more) if t is not None])
         self.module = module_for(x.dtype, taps, width, silu)
         self.blocks = -(-length // POSITIONS)
         self.grid = -(-channels // (LANES * width)), min(batch * self.blocks, MAX_GRID_Y)

@@ -23,6 +23,7 @@ TYPES = {
     torch.complex128: "Complex<double>",
 }
 MAX_GRID_Y = 65535
+WIDEST = 16  # bytes that a thread can read or write at once
 OPTIONS = {
     "std": "c++17",
     "prec_div": False,  # a division within 2 ulp, in a sixth of the instructions
@@ -239,6 +240,13 @@ def aligned(x: Tensor, size: int = 1) -> Tensor:
     """x, or a copy where it does not start at a multiple of `size` bytes and of its elements' size (memory that came
     from elsewhere)."""
     return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % max(size, x.element_size()) else x
+
+
+def width_for(widest: int, tensors: Sequence[Tensor]) -> int:
+    """`widest` where all of these (B, L, D), whose channels lie side by side, allow accesses of that many, else 1."""
+    if tensors[0].shape[2] % widest or any(s % widest for x in tensors for s in x.stride()[:2]):
+        return 1
+    return 1 if any(x.data_ptr() % WIDEST for x in tensors) else widest
 
 
 def pointer(x: Tensor | None) -> int:

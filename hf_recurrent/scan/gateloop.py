@@ -8,10 +8,10 @@ nothing differentiates or traces them.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import cpu
+from .elementwise import silu_gate
 from .ops import check_mask, step_flags
 from .reading import gateloop_scan
 from .reference import COMPLEX_STATE_DTYPES
@@ -25,6 +25,7 @@ _PROBLEM = cpu.Problem("20q")
 
 def _channel_loop(
     scan: Callable,
+    gated: Callable,
     qkv: Tensor,
     transition: Tensor,
     gate: Tensor | None,
@@ -36,13 +37,13 @@ def _channel_loop(
     reset: Tensor | None = None,
     reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`channel_loop` by `scan`, which is `gateloop_scan`."""
+    """`channel_loop` by `scan`, which is `gateloop_scan`, and `gated`, which is `silu_gate`."""
     y, state = scan(
         *qkv.chunk(3, dim=-1), *transition.chunk(2, dim=-1), initial_state,
         magnitude=magnitude, phase=phase, mask=mask, reset=reset, reset_state=reset_state,
     )  # fmt: skip
     y = y.to(qkv.dtype)
-    return (y if gate is None else F.silu(gate) * y), state
+    return (y if gate is None else gated(y, gate)), state
 
 
 def channel_loop(
@@ -90,7 +91,7 @@ def channel_loop(
         kernel = cpu.kernel("gateloop_cpu", "hfr_gateloop", dtype, _PROBLEM)
     if kernel is None:
         return _channel_loop(
-            gateloop_scan, qkv, transition, gate, magnitude, phase, initial_state,
+            gateloop_scan, silu_gate, qkv, transition, gate, magnitude, phase, initial_state,
             mask=mask, reset=reset, reset_state=reset_state,
         )  # fmt: skip
     check_mask("mask", mask, qkv)

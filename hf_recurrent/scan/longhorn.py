@@ -9,10 +9,10 @@ likewise.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import cpu, longhorn_cuda, longhorn_plain, recomputed, split
+from .elementwise import skip_silu_gate
 from .ops import (
     check_mask,
     check_reset_state,
@@ -228,6 +228,7 @@ def longhorn_scan(
 
 def _gated_scan(
     scan: Callable,
+    gated: Callable,
     x: Tensor,
     dt: Tensor,
     k: Tensor,
@@ -240,10 +241,10 @@ def _gated_scan(
     reset: Tensor | None = None,
     reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_scan` by `scan`, which is `longhorn_scan`."""
+    """`gated_scan` by `scan`, which is `longhorn_scan`, and `gated`, which is `skip_silu_gate`."""
     o, state = scan(x, dt, k, q, initial_state, mask=mask, reset=reset, reset_state=reset_state)
-    o = torch.addcmul(o, x.to(o.dtype), D.to(o.dtype))
-    return o.to(gate.dtype) * F.silu(gate), state
+    dtype = gate.dtype
+    return gated(o.to(dtype), x.to(dtype), gate, D.to(dtype)), state
 
 
 def gated_scan(
@@ -289,4 +290,5 @@ def gated_scan(
         check_mask("reset", reset, x)
         flags = step_flags(mask, reset, reverse=False)
         return _cpu_forward(x, dt, k, q, initial_state, flags, False, D=D.contiguous(), gate=gate)
-    return _gated_scan(longhorn_scan, *tensors, initial_state, mask=mask, reset=reset, reset_state=reset_state)
+    options = {"mask": mask, "reset": reset, "reset_state": reset_state}
+    return _gated_scan(longhorn_scan, skip_silu_gate, *tensors, initial_state, **options)

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import chunked, longhorn_plain
 from .cells import _gateloop, _mingru, _minlstm, _read_gateloop, _s5, discretize, unpadded
 from .convolution import _short_convolution, state_after
-from .elementwise import _gate, _skip_gelu
+from .elementwise import _gate, _silu_gate, _skip_gelu, _skip_silu_gate
 from .gateloop import _channel_loop
 from .gateloop_heads import _by_linear_scan
 from .longhorn import _gated_scan
@@ -45,6 +45,7 @@ __all__ = [
     "rms_norm",
     "s5_scan",
     "short_convolution",
+    "silu_gate",
     "skip_gelu",
     "state_after",
 ]
@@ -225,9 +226,9 @@ def s5_scan(
 
 
 # By the definitions that their kernels have.
-channel_loop = functools.partial(_channel_loop, gateloop_scan)
+channel_loop = functools.partial(_channel_loop, gateloop_scan, _silu_gate)
 drive = _drive
-gated_scan = functools.partial(_gated_scan, longhorn_scan)
+gated_scan = functools.partial(_gated_scan, longhorn_scan, _skip_silu_gate)
 read = _read
 rms_norm = _rms_norm
 short_convolution = _short_convolution
@@ -256,6 +257,11 @@ def skip_gelu(x: Tensor, skipped: Tensor, d: Tensor, scale: Tensor | None = None
 def gate(x: Tensor, gate: Tensor, scale: Tensor | None = None) -> Tensor:
     """scale * x * sigmoid(gate)."""
     return _gate(x, gate, None, scale)
+
+
+def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """x * silu(gate)."""
+    return _silu_gate(x, gate)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -4,13 +4,14 @@ import ctypes
 import subprocess
 from pathlib import Path
 
-from hf_recurrent.scan import convolution, cpu, cuda, cuda_kernels, gateloop_heads, kernel_cache, longhorn
+from hf_recurrent.scan import convolution, cpu, cuda, cuda_kernels, elementwise, gateloop_heads, kernel_cache, longhorn
 
 SHIM = Path(__file__).parent
 FLAGS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{SHIM}"]
 UNDEFINED = ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-static-libubsan"]
 ENTRIES = {
     "convolution_cuda": ["convolution_forward", "convolution_backward"],
+    "elementwise_cuda": ["elementwise_forward", "elementwise_backward"],
     "scan_cuda": ["scan_forward_segments", "scan_forward", "scan_backward_segments", "scan_backward", "scan_step"],
     "longhorn_cuda": [
         "longhorn_forward_segments",
@@ -80,5 +81,5 @@ class Host:
         patch(cuda_kernels, "multiprocessors", lambda device: self.multiprocessors)
         for name in ("forward", "run_forward", "backward"):
             patch(cpu, name, getattr(cuda, name))
-        for module in (convolution, longhorn, gateloop_heads):
+        for module in (convolution, elementwise, longhorn, gateloop_heads):
             patch(module, "choose_backend", lambda backend, device: "cuda")

@@ -22,6 +22,7 @@
 #define __shared__ static __attribute__((section("gpu_shared")))
 extern char __start_gpu_shared[] __attribute__((visibility("hidden")));
 extern char __stop_gpu_shared[] __attribute__((visibility("hidden")));
+__shared__ __attribute__((used)) char some_shared;  // there is such a section where kernels have none
 
 namespace shim {
 

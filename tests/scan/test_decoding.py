@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from hf_recurrent.scan import cpu, gateloop_scan, linear_scan, longhorn_scan
 from hf_recurrent.scan.convolution import _short_convolution, short_convolution
-from hf_recurrent.scan.elementwise import gate, skip_gelu
+from hf_recurrent.scan.elementwise import _silu_gate, gate, skip_gelu
 from hf_recurrent.scan.gateloop import _channel_loop, channel_loop
 from hf_recurrent.scan.linear import linear
 from hf_recurrent.scan.longhorn import gated_scan
@@ -165,7 +165,7 @@ def test_channel_loop(kernels, dtype, magnitude, phase, is_gated):
             exact = [None if t is None else t.double() for t in (qkv, given, z)]
             initial = initial if initial is None else initial.to(torch.complex128)
             by_loop = functools.partial(gateloop_scan, backend="reference")
-            expected, expected_final = _channel_loop(by_loop, *exact, magnitude, phase, initial, **options)
+            expected, expected_final = _channel_loop(by_loop, _silu_gate, *exact, magnitude, phase, initial, **options)
             real = torch.ones(2, length, dtype=torch.bool) if mask is None else mask
             assert_close(torch.where(real[..., None], y, 0), torch.where(real[..., None], expected, 0))
             assert y.isfinite().all()

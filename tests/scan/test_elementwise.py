@@ -2,9 +2,15 @@
 
 import pytest
 import torch
+from oracle import repeated
 
 from hf_recurrent.scan import elementwise
-from hf_recurrent.scan.elementwise import FUNCTIONS, gate, skip_gelu
+from hf_recurrent.scan.elementwise import FUNCTIONS, gate, silu_gate, skip_gelu, skip_silu_gate
+
+NAMES = dict(zip((skip_gelu, gate, silu_gate, skip_silu_gate), FUNCTIONS, strict=True))
+SKIPPING = (skip_gelu, skip_silu_gate)
+SCALED = (skip_gelu, gate)
+every_function = pytest.mark.parametrize("function", NAMES, ids=lambda function: function.__name__)
 
 TOLERANCES = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
@@ -14,12 +20,41 @@ TOLERANCES = {
 }
 
 
-def plain(function, x, y, d, m):
-    return dict(zip((skip_gelu, gate), FUNCTIONS, strict=True))[function](x, y, d, m)
+def inputs_for(function, *tensors):
+    """Of x, y, z and d, those that it takes."""
+    x, y, z, d = tensors
+    return [x, y, *([z] if function is skip_silu_gate else []), *([d] if function in SKIPPING else [])]
 
 
-def call(function, x, y, d, m):
-    return skip_gelu(x, y, d, m) if function is skip_gelu else gate(x, y, m)
+def plain(function, *inputs, m=None):
+    inputs, d = (inputs[:-1], inputs[-1]) if function in SKIPPING else (inputs, None)
+    return NAMES[function](*inputs, d, m)
+
+
+def call(function, *inputs, m=None):
+    return function(*inputs, m) if function in SCALED else function(*inputs)
+
+
+def compare(function, shape, dtype, scaled=False, device="cpu", runs=1):
+    """The function's values and gradients, and those of what defines it in float64; asserts on each."""
+    # 16-bit inputs, computed with in float64, are what the exact results are for.
+    *tensors, grad = (torch.randn(shape, dtype=torch.float64).mul(4).to(dtype) for _ in range(4))
+    d = torch.randn(shape[2], dtype=torch.float64).to(dtype)
+    m = torch.randint(0, 3, (shape[0], 1, shape[2])).to(dtype) / 2 if scaled and function in SCALED else None
+    tensors = inputs_for(function, *tensors, d)
+    exact = [t.double().requires_grad_() for t in tensors]
+    expected = plain(function, *exact, m=None if m is None else m.double())
+    expected = [expected, *torch.autograd.grad(expected, exact, grad.double())]
+
+    def run():
+        leaves = [t.to(device).requires_grad_() for t in tensors]
+        got = call(function, *leaves, m=None if m is None else m.to(device))
+        return [got, *torch.autograd.grad(got, leaves, grad.to(device))]
+
+    for x, want in zip(repeated(runs, run), expected, strict=True):
+        assert x.dtype is dtype and x.shape == want.shape
+        scale = (want.abs().max() if x.numel() else 0) or 1
+        torch.testing.assert_close(x.cpu() / scale, (want / scale).to(dtype), **TOLERANCES[dtype])
 
 
 @pytest.fixture
@@ -34,47 +69,40 @@ def compiled(monkeypatch):
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("function", [skip_gelu, gate])
+@every_function
 @pytest.mark.parametrize("threads, shape", [(1, (3, 7, 37)), (3, (2, 401, 64))])
 def test_values_and_gradients(compiled, threads, shape, function, scaled, dtype):
     torch.manual_seed(0)
-    # 16-bit inputs, computed with in float64, are what the exact results are for.
-    x, y, grad = (torch.randn(shape, dtype=torch.float64).mul(4).to(dtype) for _ in range(3))
-    d = torch.randn(shape[2], dtype=torch.float64).to(dtype)
-    m = torch.randint(0, 3, (shape[0], 1, shape[2])).to(dtype) / 2 if scaled else None
-    tensors = [x, y, d] if function is skip_gelu else [x, y]
-    exact = [t.double().requires_grad_() for t in tensors]
-    expected = plain(function, *exact, *([None] * (3 - len(exact))), None if m is None else m.double())
-    expected_grads = torch.autograd.grad(expected, exact, grad.double())
-    tensors = [t.clone().requires_grad_() for t in tensors]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        got = call(function, *tensors, *([None] * (3 - len(tensors))), m)
-        grads = torch.autograd.grad(got, tensors, grad)
+        compare(function, shape, dtype, scaled)
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(got, expected.to(dtype), **TOLERANCES[dtype])
-    for x, want in zip(grads, expected_grads, strict=True):
-        scale = want.abs().max()
-        torch.testing.assert_close(x / scale, (want / scale).to(dtype), **TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("function", [skip_gelu, gate])
+@every_function
 def test_layouts_and_mixed_dtypes(compiled, function):
     """Slices, transposes and broadcast gradients are read as they are; what is promoted is what PyTorch promotes."""
     torch.manual_seed(0)
     x = torch.randn(6, 5, 3).double().transpose(0, 2).requires_grad_()
     y, d = torch.randn(3, 5, 20)[:, :, 4:10].requires_grad_(), torch.randn(6, requires_grad=True)
-    inputs = [x, y, d][: 3 if function is skip_gelu else 2]
+    z = torch.randn(3, 1, 6, dtype=torch.complex64).expand(-1, 5, -1).conj().imag.requires_grad_()
+    inputs = inputs_for(function, x, y, z, d)
     results = []
     for f in (call, plain):
-        out = f(function, x, y, d if function is skip_gelu else None, None)
+        out = f(function, *inputs)
         assert out.dtype == torch.float64
         results.append([out, *torch.autograd.grad(out.sum(), inputs)])
     for got, want in zip(*results, strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@every_function
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
+def test_nothing_of_something(function, shape):
+    compare(function, shape, torch.float32)
 
 
 def test_extreme_values(compiled):
@@ -104,10 +132,18 @@ def test_shapes_that_the_kernel_would_read_past(arguments, message):
         skip_gelu(torch.ones(2, 5, 3), *arguments)
 
 
-def test_nan_stays():
-    x = torch.full((1, 2, 3), float("nan"))
-    assert skip_gelu(x, x, torch.ones(3)).isnan().all() and gate(x, torch.zeros_like(x)).isnan().all()
-    assert gate(torch.ones_like(x), x).isnan().all()
+@every_function
+def test_nan_stays(function):
+    nan, ones = torch.full((1, 2, 3), float("nan")), torch.ones(1, 2, 3)
+    for place in range(3 if function is skip_silu_gate else 2):
+        tensors = [nan if i == place else ones for i in range(3)]
+        assert call(function, *inputs_for(function, *tensors, torch.ones(3))).isnan().all()
+
+
+def test_tensors_on_different_devices():
+    x = torch.ones(1, 2, 3)
+    with pytest.raises(RuntimeError, match="device"):
+        gate(x, x.to("meta"))
 
 
 def test_without_a_kernel(monkeypatch):
@@ -126,9 +162,9 @@ def test_without_a_kernel(monkeypatch):
 def test_second_derivatives():
     torch.manual_seed(0)
     x, y, d = torch.randn(2, 3, 4).double(), torch.randn(2, 3, 4).double(), torch.randn(4).double()
-    inputs = [t.requires_grad_() for t in (x, y, d)]
-    assert torch.autograd.gradgradcheck(skip_gelu, inputs)
-    assert torch.autograd.gradgradcheck(gate, inputs[:2])
+    inputs = [t.requires_grad_() for t in (x, y, (x * y).detach(), d)]
+    for function in NAMES:
+        assert torch.autograd.gradgradcheck(function, inputs_for(function, *inputs))
 
 
 def test_forward_mode_says_no():

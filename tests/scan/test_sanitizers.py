@@ -21,7 +21,7 @@ import torch
 from hf_recurrent.scan import cpu, gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan
 from hf_recurrent.scan import mingru_scan, minlstm_scan, s5_scan
 from hf_recurrent.scan.convolution import short_convolution
-from hf_recurrent.scan.elementwise import gate, skip_gelu
+from hf_recurrent.scan.elementwise import gate, silu_gate, skip_gelu, skip_silu_gate
 from hf_recurrent.scan.gateloop import channel_loop
 from hf_recurrent.scan.linear import linear
 from hf_recurrent.scan.longhorn import gated_scan
@@ -92,6 +92,8 @@ for batch, length, channels in SHAPES:
     x = rows(batch, length, channels)
     gradients(skip_gelu, x, x, torch.randn(channels))
     gradients(lambda x, y: gate(x, y, torch.ones(batch, 1, channels)), x, x)
+    gradients(silu_gate, x, x)
+    gradients(skip_silu_gate, x, x, x, torch.randn(channels))
     for taps in (2, 5):
         state, kernel = rows(batch, taps - 1, channels), torch.randn(channels, 1, taps)
         for option in options(batch, length):

@@ -13,21 +13,6 @@
 
 namespace hfr {
 
-template <class T>
-HFR_INLINE T silu(T s) {
-  T value, complement;
-  logistic(s, value, complement);
-  return s * value;
-}
-
-// d silu / d s
-template <class T>
-HFR_INLINE T silu_slope(T s) {
-  T value, complement;
-  logistic(s, value, complement);
-  return value + s * value * complement;
-}
-
 // Where the taps of a position lie, the latest last: in the row; at -1, -2, ... in the state that came before it, from its
 // latest input back; or nowhere.
 template <class Int, int most>

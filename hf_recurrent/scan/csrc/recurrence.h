@@ -524,6 +524,21 @@ HFR_INLINE void logistic(T x, T& value, T& complement) {
   complement = e * value;
 }
 
+// x sigma(x), and its derivative.
+template <class T>
+HFR_INLINE T silu(T x) {
+  T value, complement;
+  logistic(x, value, complement);
+  return x * value;
+}
+
+template <class T>
+HFR_INLINE T silu_slope(T x) {
+  T value, complement;
+  logistic(x, value, complement);
+  return value + x * value * complement;
+}
+
 // ---- complex quotients ----------------------------------------------------------------------------------------------
 
 // 1 / x, for |x| between 1e-9 and 1e28: moved by 2^30 both ways, so that the squares stay in a float's range.
