@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import inspect
 import itertools
 import json
 import os
@@ -35,10 +36,12 @@ import training_steps
 from gpu_timing import eager_seconds_of, seconds_of
 from hf_recurrent.files import replacing, write_whole
 from hf_recurrent.measure import machine
+from hf_recurrent.modeling import head
 from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.modeling.minlstm import MinLSTMMixer
 from hf_recurrent.scan import (
     cuda,
+    elementwise,
     gateloop_heads_scan,
     gateloop_scan,
     linear_scan,
@@ -396,6 +399,59 @@ def _measure_convolution(b: Bench, shape, dtype: torch.dtype, flagged: str | Non
     b.add("convolution", "PyTorch's", theirs, direction="forward + backward", **fields)
 
 
+def measure_elementwise(b: Bench) -> None:
+    """What comes after a recurrence against its own bytes, and in PyTorch's operations."""
+    shape = (2, 64, 16) if b.tiny else (8, 4096, 1536)
+    for dtype, function in itertools.product((FLOAT, HALF), elementwise.FUNCTIONS):
+        b.attempt(f"{function.__name__} {_name(dtype)}", lambda d=dtype, f=function: _measure_function(b, f, shape, d))
+
+
+def _measure_function(b: Bench, function: Callable, shape, dtype: torch.dtype) -> None:
+    name = function.__name__.strip("_")
+    count = len(inspect.signature(function).parameters) - 2  # besides d and m
+    fields = {"shape": list(shape), "dtype": _name(dtype), "direction": "forward + backward"}
+    sets = _sets(lambda: tuple(b.random(*shape, dtype=dtype) for _ in range(count + 1)))
+    skipping = [b.random(shape[2], dtype=dtype)] if name.startswith("skip") else []
+
+    def step(call: Callable, tensors: tuple[Tensor, ...]) -> Callable:
+        *inputs, grad = tensors
+        leaves = [x.detach().requires_grad_() for x in (*inputs, *skipping)]
+        return lambda: torch.autograd.grad(call(*leaves), leaves, grad)
+
+    def plain(*inputs: Tensor) -> Tensor:
+        return function(*inputs[:count], inputs[count] if skipping else None, None)
+
+    calls = getattr(elementwise, name), plain
+    ours, theirs = (_captured_or_eager([step(call, x) for x in sets], b.device) for call in calls)
+    row = b.add("elementwise", name, ours, (3 * count + 2) * sets[0][0].nbytes, **fields)
+    row["times_pytorch"] = round(ours / theirs, 4)
+    b.add("elementwise", f"{name}, PyTorch's", theirs, **fields)
+
+
+def measure_vocabulary(b: Bench) -> None:
+    """Logits, their loss and all gradients, for GPT-2's odd vocabulary and for the next multiple of 64: by the head,
+    and by the same head where it does not pad its weights."""
+    rows, width, sizes = (32, 16, (33, 40)) if b.tiny else (16384, 768, (50257, 50304))
+    x = b.random(1, rows, width, dtype=HALF).requires_grad_()
+    for size in sizes:
+        projection = head.LanguageModelHead(width, size, bias=False).to(b.device, HALF)
+        labels = torch.randint(size, (rows,), device=b.device)
+
+        def step(projection=projection, labels=labels) -> None:
+            logits = projection(x).flatten(0, 1).float()
+            torch.autograd.grad(nn.functional.cross_entropy(logits, labels), [x, projection.weight])
+
+        def run(step=step, size=size) -> None:
+            fields = {"shape": [rows, width, size], "dtype": "bfloat16", "direction": "training step"}
+            ours = eager_seconds_of(step, b.device)
+            with mock.patch.object(head, "ALIGNED", 1):
+                theirs = eager_seconds_of(step, b.device)
+            b.add("vocabulary", "head", ours, **fields, times_pytorch=round(ours / theirs, 4))
+            b.add("vocabulary", "head, unpadded", theirs, **fields)
+
+        b.attempt(f"logits of {size} tokens", run)
+
+
 def measure_heads(b: Bench) -> None:
     """GateLoop's heads of d_k x d_v states against their own bytes."""
     sizes = [(2, 32, 2, 4)] if b.tiny else [(8, 4096, 192, 8), (8, 4096, 96, 16), (8, 2048, 12, 64), (1, 2**17, 192, 8)]
@@ -506,13 +562,16 @@ def _measure_layer(b: Bench, ours: type, theirs: type, shape) -> None:
     b.add("layers", f"nn.{theirs.__name__}", peer, **fields)
 
 
-def _training_step(b: Bench, family: str, shape, **options) -> Callable:
+def _training_step(
+    b: Bench, family: str, shape, in_pieces: bool = False, compiled: bool = False, **options
+) -> Callable:
     config = getattr(hf_recurrent, f"{family}Config")(**options)
     model = getattr(hf_recurrent, f"{family}ForCausalLM")(config).to(b.device, HALF).train()
     ids = torch.randint(config.vocab_size, shape, device=b.device)
+    called = torch.compile(model) if compiled else model
 
     def run():
-        model(input_ids=ids, labels=ids).loss.backward()
+        called(input_ids=ids, labels=ids, use_cache=False, skip_logits=in_pieces).loss.backward()
         model.zero_grad(set_to_none=True)
 
     return run
@@ -534,6 +593,15 @@ def measure_step(b: Bench) -> None:
             b.add("step", family, seconds, **fields, of_model_without_recurrence=round(without / seconds, 4))
 
         b.attempt(f"training step of {family}", run)
+    # As `hf-recurrent train` has it; with --compile, which takes a minute, last.
+    for what, compiled in (("loss in pieces", False), ("loss in pieces, compiled", True)):
+
+        def run(what: str = what, compiled: bool = compiled) -> None:
+            step = _training_step(b, "MinGRU", shape, in_pieces=True, compiled=compiled, **sizes)
+            fields = {"shape": list(shape), "dtype": "bfloat16", "direction": "training step"}
+            b.add("step", f"MinGRU, {what}", eager_seconds_of(step, b.device), **fields)
+
+        b.attempt(f"training step of MinGRU, {what}", run)
 
 
 def measure_decode(b: Bench) -> None:
@@ -576,8 +644,10 @@ SECTIONS = {
     "long": measure_long,
     "longhorn": measure_longhorn,
     "convolution": measure_convolution,
+    "elementwise": measure_elementwise,
     "heads": measure_heads,
     "layers": measure_layers,
+    "vocabulary": measure_vocabulary,
     "step": measure_step,
     "decode": measure_decode,
     "peers": measure_peers,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import hf_recurrent
 import peers
+from hf_recurrent import scan
 from hf_recurrent.modeling import gateloop, longhorn, s5
 from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.modeling.minlstm import MinLSTMMixer
@@ -89,8 +90,10 @@ def with_product(step: Callable[[int], None]) -> Callable[[int], None]:
             mock.patch.object(MinLSTMMixer, "scan", staticmethod(_product)),
             mock.patch.object(gateloop, "gateloop_heads_scan", _heads_product),
             mock.patch.object(gateloop, "gateloop_scan", _product),
+            mock.patch.object(scan.gateloop, "gateloop_scan", _product),
             mock.patch.object(s5, "linear_scan", _product),
             mock.patch.object(longhorn, "longhorn_scan", _longhorn_product),
+            mock.patch.object(scan.longhorn, "longhorn_scan", _longhorn_product),
         ):
             step(index)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from .measure import paired
 from .scan import gateloop_heads_scan, gateloop_scan, linear_scan, longhorn_scan, mingru_scan, minlstm_scan, s5_scan
 from .scan.convolution import _short_convolution, short_convolution
+from .scan.elementwise import _skip_silu_gate, skip_silu_gate
 from .versions import version_of
 
 PASSES = ("forward", "backward")
@@ -86,6 +87,10 @@ def _convolution(shape, dtype, device):
     return *_normal(1)(shape, dtype, device), weight, *_normal(1)(shape[-1:], dtype, device)
 
 
+def _skipped(shape, dtype, device):
+    return *_normal(3)(shape, dtype, device), *_normal(1)(shape[-1:], dtype, device)
+
+
 def _heads(shape, dtype, device):
     """q, k, v, and one transition for each head, as the released package has them."""
     batch, length, channels = shape
@@ -117,6 +122,8 @@ CASES = (
     Case(f"Longhorn cell, m = {STATE_SIZE}", _longhorn, _first(longhorn_scan), (3, 5)),
     Case(f"short convolution, {TAPS} taps, SiLU", _convolution, _first(short_convolution, silu=True), (2, 3)),
     Case("short convolution, in plain PyTorch", _convolution, _first(_short_convolution, silu=True), (2, 3)),
+    Case("skip and SiLU gate", _skipped, skip_silu_gate, (4, 7)),
+    Case("skip and SiLU gate, in plain PyTorch", _skipped, _skip_silu_gate, (4, 7)),
 )
 DTYPES = (torch.float32, torch.bfloat16)
 

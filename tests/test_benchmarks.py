@@ -1,11 +1,14 @@
 """benchmarks/scan.py and decode.py at tiny sizes: that they measure what they say. Never how fast."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -33,6 +36,32 @@ def modules(monkeypatch):
     import report
 
     return measure, report
+
+
+def test_no_recurrence_is_left_where_products_take_its_place(modules):
+    import training_steps
+
+    class Called(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = set()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.add(str(function))
+            return function(*args, **(kwargs or {}))
+
+    ids = torch.randint(32, (2, 8))
+    for name, build in training_steps.OURS.items():
+        model = build()
+
+        def step(_, model=model) -> None:
+            model(ids).backward()
+
+        for run, scans in ((step, True), (training_steps.with_product(step), False)):
+            with Called() as called:
+                run(0)
+            found = [other for other in called.names if re.match(r"hf_recurrent\.(?!short_convolution)", other)]
+            assert bool(found) == scans, (name, found)
 
 
 def test_every_section_is_measured(measured):

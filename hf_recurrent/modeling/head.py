@@ -9,13 +9,17 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
+from transformers.utils import is_tracing
 
 from ..scan.linear import linear
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of a piece's logits (positions, vocab_size) and labels (positions,)
+ALIGNED = 8  # numbers of 16 bits: where rows start at no multiples of so many, a GPU's fast products cannot be used
+MANY = 512  # positions for which they are worth a copy of the weights
 
 
 class LanguageModelHead(nn.Linear):
@@ -29,13 +33,32 @@ class LanguageModelHead(nn.Linear):
                 in one call of this module, around which FSDP and ZeRO gather the weights, and send their gradients,
                 once.
         """
-        if loss is None:
-            return self._project(x)
         known = self.bias is None and not is_parametrized(self)
-        return sum_in_chunks(self._project, x, labels, loss, chunks, self.weight if known else None)
+        weight, bias = self.weight, self.bias
+        if missing := _rows_to_alignment(x, weight):
+            weight, bias = F.pad(weight, (0, 0, 0, missing)), bias if bias is None else F.pad(bias, (0, missing))
 
-    def _project(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        def project(x: Tensor) -> Tensor:
+            logits = linear(x, weight, bias)
+            return logits[..., : self.out_features] if missing else logits
+
+        if loss is None:
+            return project(x)
+        return sum_in_chunks(project, x, labels, loss, chunks, weight if known else None)
+
+
+def _rows_to_alignment(x: Tensor, weight: Tensor) -> int:
+    """How many rows of zeros under `weight` a GPU's product of 16 bits with it needs to be a fast one: GPT-2's
+    vocabulary is odd, rows of logits and of their gradients would begin anywhere. (Inductor pads products itself.)"""
+    missing = -weight.shape[0] % ALIGNED
+    if not missing or not _in_16_bits_on_a_gpu(weight) or torch.compiler.is_compiling() or is_tracing(x):
+        return 0
+    return missing if x.numel() >= MANY * x.shape[-1] else 0
+
+
+def _in_16_bits_on_a_gpu(weight: Tensor) -> bool:
+    plain = type(weight) in (Tensor, nn.Parameter)  # what is distributed or quantised has ways of its own
+    return plain and weight.is_cuda and _computed_in(weight).itemsize == 2
 
 
 def number_of_chunks(vocab_size: int, hidden_size: int) -> int:
@@ -67,7 +90,8 @@ def sum_in_chunks(
     trained = weight is None or weight.requires_grad or hidden_states.requires_grad
     if chunks == 1 or not trained or not torch.is_grad_enabled():
         return sum(of_piece(x, y) for x, y in pieces)
-    if weight is None or torch.compiler.is_compiling() or _in_float16(weight):
+    # Gradients in float16 are in its range only after backward's loss scale.
+    if weight is None or torch.compiler.is_compiling() or _computed_in(weight) is torch.float16:
         return sum(checkpoint(of_piece, x, y, use_reentrant=False) for x, y in pieces)
     return _SumWithGradients.apply(of_piece, hidden_states, labels, chunks, weight)
 
@@ -77,11 +101,11 @@ def _pieces(hidden_states: Tensor, labels: Tensor, chunks: int) -> list[tuple[Te
     return list(zip(*parts, strict=True))
 
 
-def _in_float16(weight: Tensor) -> bool:
-    """Whether products with it are in float16, in whose range gradients are only after backward's loss scale."""
+def _computed_in(weight: Tensor) -> torch.dtype:
+    """What products with it are computed in."""
     device = weight.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return (torch.get_autocast_dtype(device) if autocast else weight.dtype) is torch.float16
+    return torch.get_autocast_dtype(device) if autocast else weight.dtype
 
 
 class _SumWithGradients(torch.autograd.Function):

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import fixed_cross_entropy
 
+from hf_recurrent.modeling import head
 from hf_recurrent.modeling.head import LanguageModelHead, number_of_chunks
 
 EXACTLY = {"rtol": 1e-12, "atol": 1e-12}
@@ -185,6 +186,33 @@ def test_a_head_with_more_than_its_weight():
         assert_same(model, **packed(model.config))
         model.lm_head.requires_grad_(False)
         assert_same(model, **packed(model.config))
+
+
+@pytest.mark.parametrize("change", [None, "bias", "frozen", "float16"])
+def test_rows_of_logits_that_begin_where_products_of_16_bits_are_fast(monkeypatch, change):
+    """As on a GPU: the same logits, loss and gradients."""
+    model = model_of()
+    model.loss_function = loss_in_float64
+    if change == "bias":
+        model.lm_head = LanguageModelHead(TINY["hidden_size"], WIDE["vocab_size"], dtype=torch.float64)
+    model.lm_head.requires_grad_(change != "frozen")
+    batch = packed(model.config)
+    expected_logits = model(batch["input_ids"]).logits
+    expected_loss, expected = step(model, **batch)
+    monkeypatch.setattr(head, "MANY", batch["input_ids"].numel())
+    monkeypatch.setattr(head, "_in_16_bits_on_a_gpu", lambda weight: True)
+    if change == "float16":  # the loss in pieces that are checkpointed
+        monkeypatch.setattr(head, "_computed_in", lambda weight: torch.float16)
+    logits = model(batch["input_ids"]).logits
+    assert logits.stride() == (14 * 304, 304, 1)
+    torch.testing.assert_close(logits.view(-1, 301), expected_logits.view(-1, 301), **EXACTLY)
+    assert model(batch["input_ids"][:, 1:]).logits.is_contiguous()  # of few positions
+    for skip in (False, True):
+        loss, found = step(model, **batch, skip_logits=skip)
+        torch.testing.assert_close(loss, expected_loss, **EXACTLY)
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], **EXACTLY)
 
 
 def test_compiled():
