@@ -107,6 +107,7 @@ def unavailable_reason() -> str | None:
 
     Raises:
         RuntimeError: the first call is made while a CUDA graph is captured, in which nothing can be compared.
+        torch.OutOfMemoryError: there is no memory for it now, which says nothing of later.
     """
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
@@ -116,6 +117,8 @@ def unavailable_reason() -> str | None:
         _first_run()
     except BackendUnavailable as error:
         return str(error)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever the driver or cuda-core raise: the reason is passed on, not swallowed
         said = f"the CUDA kernels failed their first run: {type(error).__name__}: {error}".splitlines()[0]
         with contextlib.suppress(Exception):  # where CUDA's packages are what failed

@@ -461,6 +461,24 @@ def test_a_first_run_that_fails_is_said(host, monkeypatch, error, reason):
     assert reason in said and "\n" not in said
 
 
+def test_a_first_run_without_memory_is_not_the_last(host, monkeypatch):
+    see_a_gpu(monkeypatch)
+    there_is_some = cuda_kernels.launch
+
+    def launch(*_):
+        raise torch.OutOfMemoryError("of another process")
+
+    cuda.unavailable_reason.cache_clear()
+    try:
+        monkeypatch.setattr(cuda_kernels, "launch", launch)
+        with pytest.raises(torch.OutOfMemoryError):
+            cuda.unavailable_reason()
+        monkeypatch.setattr(cuda_kernels, "launch", there_is_some)
+        assert cuda.unavailable_reason() is None
+    finally:
+        cuda.unavailable_reason.cache_clear()
+
+
 @pytest.mark.parametrize(
     "driver_knows, compiler, install",
     [
