@@ -76,22 +76,21 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     """
     path = path.resolve()  # "." has no name, and once it is moved away, no relative path leads anywhere
     with saving(path):
-        holder = tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent)
-    with holder:
-        temporary, before = Path(holder.name, path.name), Path(holder.name, "before")
+        holder = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=path.parent))
+    temporary, before = holder / path.name, holder / UNFINISHED  # which no folder is called
+    try:
         temporary.mkdir()
         yield temporary
         with saving(path):
             sync_tree(temporary)
             if path.exists():
                 os.rename(path, before)
-            try:
-                os.rename(temporary, path)
-            except OSError:
-                if before.exists():
-                    os.rename(before, path)
-                raise
+            os.rename(temporary, path)
             sync(path.parent)
+    finally:  # also Ctrl-C, which may come between the two; should it come here again, nothing is removed
+        if before.exists() and not path.exists():
+            os.rename(before, path)
+        shutil.rmtree(holder)
 
 
 def write_whole(path: Path, content: str) -> None:
