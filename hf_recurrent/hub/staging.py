@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 import hf_recurrent
 
 from ..files import UNFINISHED, existing, replacing_folder, saving
-from ..training.model import check_folder, load_model
+from ..training.model import check_folder, load_model, not_finite
 from .code import add_to_json, module_name, standalone_image_processor, write_code
 
 MAX_SHARD_SIZE = "5GB"
@@ -80,8 +80,7 @@ def stage(
     """
     if code not in CODE:
         raise ValueError(f"code must be one of {', '.join(map(repr, CODE))}, got {code!r}")
-    broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
-    if broken:
+    if broken := not_finite(model):
         raise ValueError(f"the model's weights are not finite: {', '.join(broken[:3])}")
     config_class = type(model.config)
     with saving(folder):

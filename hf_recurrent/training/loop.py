@@ -722,8 +722,11 @@ class Run:
 
     def _check_weights(self) -> None:
         """Raise rather than let a model that has broken down take the place of one that was saved before."""
-        finite = [distributed.local_part(parameter).isfinite().all() for parameter in self.model.parameters()]
-        broken = (~torch.stack(finite)).sum().to(self.accelerator.device)  # offloaded weights are not there
+        tensors = [distributed.local_part(parameter) for parameter in self.model.parameters()]
+        tensors += self.model.buffers()  # running statistics
+        # Offloaded weights are not on the device.
+        finite = [tensor.isfinite().all().to(self.accelerator.device) for tensor in tensors]
+        broken = (~torch.stack(finite)).sum()
         if self.accelerator.reduce(broken, "sum").item():
             raise self._diverged("the weights are no longer finite", self.state.step)
 

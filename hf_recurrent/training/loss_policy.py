@@ -59,18 +59,21 @@ class LossPolicy:
     """
 
     def __init__(self, args: TrainArguments, accelerator: Accelerator, model: nn.Module, state):
-        self.args, self.accelerator, self.state = args, accelerator, state
+        self.args, self.accelerator, self.model, self.state = args, accelerator, model, state
         skips = "skip" in (args.on_bad_loss, args.on_loss_spike)
         if skips and accelerator.distributed_type == "DEEPSPEED":
             name = "--on-bad-loss" if args.on_bad_loss == "skip" else "--on-loss-spike"
             raise ValueError(f"{name} skip: under DeepSpeed the gradients and the update are one call")
         # What a forward pass leaves in the model besides gradients (running statistics) is not to stay either.
-        undoes = skips or args.on_loss_spike == "stop"
-        self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()] if undoes else []
+        self._undoes = skips or args.on_loss_spike == "stop"
         self._before: list[Tensor] = []
 
+    def _buffers(self) -> list[Tensor]:
+        """Those of now: a model that is moved to another device gets new ones."""
+        return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()] if self._undoes else []
+
     def before_step(self) -> None:
-        self._before = [buffer.clone() for buffer in self._buffers]
+        self._before = [buffer.clone() for buffer in self._buffers()]
 
     def judge(self, loss: Tensor, norm: Tensor | float | None) -> Verdict:
         """
@@ -106,7 +109,7 @@ class LossPolicy:
     @torch.no_grad()
     def undo(self) -> None:
         """Leave the model as it was before the step."""
-        for buffer, before in zip(self._buffers, self._before, strict=True):
+        for buffer, before in zip(self._buffers(), self._before, strict=True):
             buffer.copy_(before)
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.update()  # it expects an update for each step that it has scaled

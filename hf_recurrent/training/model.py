@@ -1,6 +1,7 @@
 """The model to train: a new one of any family, or one from a folder."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -149,12 +150,11 @@ def load_model(
         raise ValueError(f"{what} {name}: its weights cannot be loaded: {access.reason(error, name)}") from error
     finally:
         logging.set_verbosity(verbosity)
-    broken = [key for key, weight in model.named_parameters() if not weight.isfinite().all()]
     for keys, fault in (
         (report["missing_keys"], "lack {}"),
         (report["mismatched_keys"], "have another shape than its configuration gives them: {}"),
         (report["unexpected_keys"], "hold what its configuration has no place for: {}"),
-        (broken, "are not finite: {}"),
+        (not_finite(model), "are not finite: {}"),
     ):
         if keys:
             names = sorted(key if isinstance(key, str) else key[0] for key in keys)
@@ -162,6 +162,12 @@ def load_model(
                 f"{what} {name}: its weights {fault.format(', '.join(names[:3]))}" + " ..." * (len(names) > 3)
             )
     return model
+
+
+def not_finite(model: PreTrainedModel) -> list[str]:
+    """Names of the weights and the running statistics that hold an infinity or NaN."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    return [name for name, tensor in tensors if not tensor.isfinite().all()]
 
 
 def brings_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> bool:

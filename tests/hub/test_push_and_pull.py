@@ -143,7 +143,7 @@ def test_a_card_of_ones_own_stays(hub, folder, run, tmp_path):
     assert head(hub, "me/own")["README.md"].decode().endswith("From the folder.\n")
 
 
-def test_push_to_hub(hub, folder):
+def test_push_to_hub(hub, folder, tmp_path):
     model = load(folder)
     url = model.push_to_hub("me/books", tokenizer=byte_tokenizer(), license="mit")
     assert url.startswith(hub.url)
@@ -157,6 +157,13 @@ def test_push_to_hub(hub, folder):
         next(model.parameters()).fill_(torch.nan)
     with pytest.raises(ValueError, match="the model's weights are not finite: model.embed_tokens.weight"):
         model.push_to_hub("me/books")
+    config = hf_recurrent.S5Config(vocab_size=13, hidden_size=8, num_hidden_layers=1, norm="batch")
+    model = hf_recurrent.S5ForCausalLM(config)
+    model.model.layers[0].mixer_norm.running_var.fill_(torch.nan)
+    model.save_pretrained(tmp_path)
+    for refused in (lambda: model.push_to_hub("me/books"), lambda: load(tmp_path)):
+        with pytest.raises(ValueError, match="are not finite: model.layers.0.mixer_norm.running_var$"):
+            refused()
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ import operator
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from workers import command_line, finish, start_group
 
-from hf_recurrent import cli
+from hf_recurrent import S5Config, S5ForCausalLM, cli
 from hf_recurrent.training import arguments, distributed
-from hf_recurrent.training.loop import Run
+from hf_recurrent.training.arguments import TrainArguments
+from hf_recurrent.training.loop import Run, State
 from hf_recurrent.training.loss_policy import FEWEST, LossPolicy, Verdict, spike
 
 TINY = (
@@ -113,6 +115,20 @@ def test_running_statistics_are_put_back(run, monkeypatch):
     break_steps(broken, {2}).train()
     assert len(buffers[0]) > 0
     assert all(map(torch.equal, buffers[1], buffers[2])) and not all(map(torch.equal, buffers[0], buffers[1]))
+
+
+def test_running_statistics_are_put_back_after_a_move():
+    """As to an accelerator, in the preparation of a run: the model's buffers are others then."""
+    model = S5ForCausalLM(S5Config(vocab_size=13, hidden_size=8, num_hidden_layers=1, norm="batch")).train()
+    policy = LossPolicy(TrainArguments(on_bad_loss="skip"), Accelerator(cpu=True), model, State())
+    model.double()
+    policy.before_step()
+    before = [buffer.clone() for buffer in model.buffers()]
+    ids = torch.randint(13, (2, 8))
+    model(ids, labels=ids)
+    assert before and not any(map(torch.equal, before, model.buffers()))
+    policy.undo()
+    assert all(map(torch.equal, before, model.buffers()))
 
 
 def test_a_stop_for_a_leap_saves_the_step_before(run):
