@@ -176,11 +176,13 @@ class RecurrentCache(Cache):
         Raises:
             RuntimeError: the states of the first layer are not those from `before` that `states` were computed from.
         """
+        # Before anything is replaced, and without the lock: it computes, and can fail.
+        recorded = [layer.to_record(calls[index] if calls else None) for index, layer in enumerate(self.layers)]
         with _replacing():
             if before is not None and self.layers[0].states is not before:
                 raise RuntimeError("the cache was changed while a model was reading it: it serves one call at a time")
-            for index, (layer, new) in enumerate(zip(self.layers, states, strict=True)):
-                layer.advance(new, calls[index] if calls else None)
+            for layer, new, call in zip(self.layers, states, recorded, strict=True):
+                layer.advance(new, call)
             self._count(num_tokens)
 
     def _count(self, num_tokens: int) -> None:

@@ -183,13 +183,19 @@ class RecurrentLayer:
         self.hold(other.states)
         self.calls = other.calls
 
-    def advance(self, states: dict[str, Tensor], call: MixerCall | None) -> None:
-        self.hold(states)
+    def to_record(self, call: MixerCall | None) -> MixerCall | None:
+        """What is to be kept of a call, None where nothing is. It may take another pass of the mixer; the layer stays
+        as it is."""
         if not self.record_past or call is None:
+            return None
+        return call if self.window is None or call.num_tokens <= self.window else call.last(self.window)
+
+    def advance(self, states: dict[str, Tensor], call: MixerCall | None) -> None:
+        """Takes `states`, and what `to_record` has given for the call that led to them."""
+        self.hold(states)
+        if call is None:
             self.calls = []
             return
-        if self.window is not None and call.num_tokens > self.window:
-            call = call.last(self.window)
         self.calls.append(call)
         if self.window is not None:
             self._keep(self.window)
@@ -280,7 +286,8 @@ class StaticLayer(RecurrentLayer):
         self.buffers[name] = at_a_fixed_address(state)
         return self.buffers[name]
 
-    def advance(self, states: dict[str, Tensor], call: MixerCall | None) -> None:
-        if self.record_past and call is not None:
+    def to_record(self, call: MixerCall | None) -> MixerCall | None:
+        call = super().to_record(call)
+        if call is not None:  # its state is about to be written over
             call.state = {name: state.clone() for name, state in call.state.items()}
-        super().advance(states, call)
+        return call

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 import hf_recurrent
 from hf_recurrent import RecurrentCache
+from hf_recurrent.modeling.cache import StaticRecurrentCache
 
 
 @pytest.fixture
@@ -245,6 +246,32 @@ def test_a_long_call_is_recorded_as_far_as_the_window(config):
                     model(more, past_key_values=one)
                 one.crop(-removed)
             assert equal(cache, whole) and cache.get_seq_length() == whole.get_seq_length()
+
+
+@each_family
+@pytest.mark.parametrize("cache_class", [RecurrentCache, StaticRecurrentCache])
+@torch.no_grad()
+def test_a_long_call_that_cannot_be_recorded_changes_nothing(model, config, cache_class):
+    """Where the pass of a mixer that it takes fails, with other layers' done. Meanwhile no other cache has to wait."""
+    cache, passes = cache_class(config), []
+    cache.activate_past_recording(window=2)
+    model(token_ids(config, 3, 5), past_key_values=cache)
+    before, nbytes, other = cache.clone(), cache.nbytes, filled(model)
+
+    def fail(*_):
+        passes.append(threading.Thread(target=other.current_states, daemon=True))
+        passes[-1].start()
+        passes[-1].join(2)
+        if len(passes) == 2:
+            raise MemoryError("no room")
+
+    with model.model.layers[1].mixer.register_forward_pre_hook(fail), pytest.raises(MemoryError):
+        model(token_ids(config, 3, 7), past_key_values=cache)
+    assert len(passes) == 2 and not any(thread.is_alive() for thread in passes)
+    assert equal(cache, before) and cache.get_seq_length() == 5 and cache.nbytes == nbytes
+    cache.crop(-2)
+    before.crop(-2)
+    assert equal(cache, before)
 
 
 @each_family
