@@ -144,6 +144,7 @@ class ContinuousBatcher:
 
     @torch.no_grad()
     def _advance(self) -> None:
+        self._let_go()  # whom a failure has kept
         if self.running:
             last = torch.tensor([[request.tokens[-1]] for request in self.running], device=self.model.device)
             logits = self.model(last, past_key_values=self.cache, use_cache=True).logits[:, -1]
@@ -186,12 +187,10 @@ class ContinuousBatcher:
         self.news.extend(zip(requests, tokens, strict=True))
 
     def _let_go(self) -> None:
-        """Leaves out the rows of requests that have ended."""
+        """Leaves out the rows of requests that have ended: all of them, or none where there is no room for the others'
+        copies."""
         rows = [row for row, request in enumerate(self.running) if not request.finished]
         if len(rows) == len(self.running):
             return
-        self.running = [self.running[row] for row in rows]
-        if rows:
-            self.cache.batch_select_indices(torch.tensor(rows))
-        else:
-            self.cache = None
+        cache = self.cache[rows] if rows else None
+        self.running, self.cache = [self.running[row] for row in rows], cache

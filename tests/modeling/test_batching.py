@@ -7,6 +7,7 @@ from families import causal_lm, each_family, token_ids
 from packaging.version import Version
 
 from hf_recurrent import ContinuousBatcher, RecurrentCache
+from hf_recurrent.modeling.cache_layers import RecurrentLayer
 
 
 def alone(model, prompt, max_new_tokens, **options):
@@ -130,6 +131,34 @@ def test_a_request_that_finds_no_room_goes_on_waiting(config, monkeypatch):
         batcher._advance()
     batcher.cancel(batcher.news[0][0])
     assert all(not request.cancelled for request, _ in batcher.step())
+
+
+@each_family
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_request_that_leaves_where_there_is_no_room(config, monkeypatch, cancelled):
+    """Some layers have left its row out when another fails. It leaves later; nobody's tokens are others for it."""
+    model = causal_lm(config)
+    batcher, texts = ContinuousBatcher(model), prompts(config, [4, 5, 3])
+    short, *others = (batcher.submit(text, number) for text, number in zip(texts, [4, 8, 8], strict=True))
+    told = [*batcher.step(), *batcher.step(), *batcher.step()]
+    select, calls = RecurrentLayer.map, []
+
+    def fails_once(layer, function):
+        calls.append(layer)
+        if len(calls) == 2:
+            raise MemoryError("no room")
+        return select(layer, function)
+
+    monkeypatch.setattr(RecurrentLayer, "map", fails_once)
+    with pytest.raises(MemoryError):
+        batcher.cancel(short) if cancelled else batcher.step()
+    assert short.finished and len(calls) == 2
+    told += batcher
+    assert not batcher.running and short.tokens == alone(model, texts[0], len(short.tokens))
+    for request, text in zip(others, texts[1:], strict=True):
+        assert request.tokens == alone(model, text, 8)
+    for request in (short, *others):
+        assert [token for other, token in told if other is request] == request.tokens
 
 
 @each_family
