@@ -434,6 +434,20 @@ def test_greedy_and_beams(run, model):
     assert run(*common, "--num-beams", 3) == beams
 
 
+def test_beams_after_what_was_read_before(run, model, tmp_path, monkeypatch):
+    flags = ["generate", "--model", model, "--temperature", 0, "--max-new-tokens", 12]
+    first = run(*flags, "--prompt", "import os, sys", "--state-out", tmp_path / "state").removesuffix("\n")
+    beams = [*flags, "--num-beams", 3]
+    for prompt in ([], ["--prompt", ", json and"]):
+        whole = run(*beams, "--prompt", first + "".join(prompt[1:]))
+        assert run(*beams, *prompt, "--state-in", tmp_path / "state") == whole.removeprefix(first)
+    monkeypatch.setattr("hf_recurrent.cli.generate.PIECE", 16)
+    monkeypatch.setattr("hf_recurrent.cli.generate.PREFILL_TOKENS", 8)
+    text = "def f(x):\n    return x\n" * 4
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert run(*beams, "--prompt", "-") == run(*beams, "--prompt", text)
+
+
 def test_sampling(run, model):
     common = ("generate", "--model", model, "--prompt", "def ", "--max-new-tokens", 20)
     first = run(*common, "--seed", 1)

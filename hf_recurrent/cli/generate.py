@@ -142,6 +142,7 @@ def run(argv: list[str]) -> int:
     inputs = torch.tensor([[0] * seen + unread + ids], device=model.device)
     streamer = _streamer(tokenizer, context, held, holds=args.state_out is not None) if args.stream else None
     with torch.inference_mode(), within_memory("try fewer --num-beams or a smaller model"):
+        cache.batch_repeat_interleave(args.num_beams)  # what has been read, for each beam
         output = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
