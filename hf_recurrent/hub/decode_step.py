@@ -28,10 +28,10 @@ class DecodeStep(nn.Module):
         self.model = model.eval()
         with torch.no_grad():
             token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
-            layers = model(token, use_cache=True).past_key_values.layers
+            # A token that is masked leaves the states as they are before the first one.
+            layers = model(token, attention_mask=token, use_cache=True).past_key_values.layers
         self.names = [(index, name) for index, layer in enumerate(layers) for name in sorted(layer.states)]
-        # A state of zeros is what a layer without one starts from.
-        self.initial_states = [torch.zeros_like(layers[index].states[name]) for index, name in self.names]
+        self.initial_states = [layers[index].states[name] for index, name in self.names]
 
     def forward(self, input_ids: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """input_ids, (B, 1), and the states -> logits of the next token, (B, vocab_size), and the states after it."""
@@ -68,7 +68,7 @@ def _longhorn(x, dt, k, q, initial_state, flags, reverse, backend):
 
 def _gateloop_heads(q, k, v, a, initial_state, start, flags, reverse, backend):
     def scan(a, b, initial_state, **_):
-        return linear_scan_loop(a, b, initial_state, None, None, reverse)
+        return linear_scan_loop(a, b.to(a.dtype), initial_state, None, None, reverse)  # transitions may be complex
 
     return _by_linear_scan(scan, q, k, v, a, initial_state)
 

@@ -26,9 +26,11 @@ FAMILIES = {
 each_family = pytest.mark.parametrize("name", FAMILIES)
 
 
-def small(name: str, dtype: torch.dtype = torch.float32):
+def small(name: str, dtype: torch.dtype = torch.float32, **options):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(FAMILIES[name]).to(dtype).eval()
+    config = copy.deepcopy(FAMILIES[name])
+    config.update(options)
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
 @each_family
@@ -45,10 +47,17 @@ def test_bfloat16_and_metadata_of_the_files(name, tmp_path):
         torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=0, atol=0)
 
 
-@each_family
-def test_a_decode_step_as_a_program(name, tmp_path):
+@pytest.mark.parametrize(
+    "name, options",
+    [(name, {"learned_initial_state": learned}) for name in FAMILIES for learned in (False, True)]
+    + [("gateloop", {"num_heads": 2})],
+)
+def test_a_decode_step_as_a_program(name, options, tmp_path):
     """Saved, loaded, and run over a text: the logits and the states of the model that reads it at once."""
-    model = small(name)
+    model = small(name, **options)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("initial_state"):
+            torch.nn.init.normal_(parameter)
     torch.export.save(export_decode_step(model, batch_size=2), tmp_path / "step.pt2")
     program = torch.export.load(tmp_path / "step.pt2")
     assert all("hf_recurrent" not in str(node.target) for node in program.graph.nodes if node.op == "call_function")
