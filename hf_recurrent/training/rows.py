@@ -74,12 +74,18 @@ def pad(stream: TokenStream, documents: np.ndarray, sequence_length: int) -> dic
     }
 
 
-def count_targets(stream: TokenStream, vocab_size: int) -> np.ndarray:
-    """How often each token is a target, (V,) int64: every token of the stream but the documents' first ones is."""
+def count_targets(stream: TokenStream, vocab_size: int, longest: int | None = None) -> np.ndarray:
+    """How often each token is a target, (V,) int64: every token of the stream but the documents' first ones is; with
+    `longest`, none of a document beyond so many tokens."""
     counts = np.zeros(vocab_size, np.int64)
     # In pieces: bincount makes int64 of all that it is given, and the tokens may be more than memory holds.
     for start in range(0, len(stream.tokens), PIECE):
-        counts += np.bincount(stream.tokens[start : start + PIECE], minlength=vocab_size)
+        tokens = stream.tokens[start : start + PIECE]
+        if longest is not None:
+            places = np.arange(start, start + len(tokens))
+            places -= stream.starts[np.searchsorted(stream.starts, places, side="right") - 1]
+            tokens = tokens[places < longest]
+        counts += np.bincount(tokens, minlength=vocab_size)
     for start in range(0, len(stream.starts), PIECE):
         counts -= np.bincount(stream.tokens[stream.starts[start : start + PIECE]], minlength=vocab_size)
     return counts
@@ -154,7 +160,7 @@ class ShuffledRows:
         return self.stream.digest
 
     def target_counts(self, vocab_size: int) -> np.ndarray:
-        return count_targets(self.stream, vocab_size)
+        return count_targets(self.stream, vocab_size, None if self.packing else self.sequence_length)
 
 
 @dataclasses.dataclass

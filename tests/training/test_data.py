@@ -84,6 +84,18 @@ def test_target_counts():
     assert count_targets(stream, 6).tolist() == [2, 0, 0, 0, 0, 3]
 
 
+@settings(max_examples=100, deadline=None)
+@given(stream=streams(), length=st.integers(2, 7))
+def test_target_counts_without_packing(stream, length):
+    """As the rows have them: what lies beyond a row of a long document is no target."""
+    rows = ShuffledRows(stream, length, seed=0, packing=False)
+    labels = rows.take(0, rows.per_epoch)["labels"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_recurrent.training.rows.PIECE", 3)
+        counts = rows.target_counts(1 << 16)
+    assert np.array_equal(counts, np.bincount(labels[labels != IGNORED], minlength=1 << 16))
+
+
 def test_counting_takes_no_more_memory_than_a_piece():
     stream = TokenStream(np.arange(1 << 22, dtype=np.uint16), np.arange(0, 1 << 22, 7))
     tracemalloc.start()
