@@ -296,6 +296,15 @@ def test_a_prompt_after_a_state_and_from_standard_input(run, model, tmp_path, mo
     assert "tokenises to nothing" in run(*flags, "--prompt", "-", status=2)
 
 
+def test_special_tokens_that_are_written_in_a_text(run, model, monkeypatch):
+    """In a prompt they are tokens, which are not shown; in a text that is piped in, characters, as in training."""
+    flags = ["generate", "--model", model, "--temperature", 0, "--max-new-tokens", 1]
+    text = "a<|endoftext|>b"
+    assert run(*flags, "--prompt", text).startswith("ab")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert run(*flags, "--prompt", "-").startswith(text)
+
+
 class Interrupted(io.BytesIO):
     """A standard input at whose end Ctrl-C is pressed."""
 

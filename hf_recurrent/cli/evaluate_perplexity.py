@@ -54,7 +54,8 @@ def run(argv: list[str]) -> int:
         token
         for text in texts
         for piece in pieces(text)
-        for token in tokenizer(piece, add_special_tokens=False)["input_ids"]
+        # As in training: special tokens that occur in a text are the characters they are.
+        for token in tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     )
     with tqdm(desc="reading", unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
         try:

@@ -52,7 +52,8 @@ examples:
     add(
         "--prompt",
         metavar="TEXT",
-        help="text to continue; - follows standard input to its end, of any length, and prints it as it is read",
+        help="text to continue, in which special tokens may be written, <|endoftext|> say; - follows standard input to "
+        "its end, of any length, and prints it as it is read (there they are the characters they are, as in training)",
     )
     add(
         "--state-in",
@@ -107,19 +108,20 @@ def run(argv: list[str]) -> int:
         print("\ufffd" * held, end="", flush=True)
         context, held = [], 0
     prompt, special, interrupts = args.prompt or "", args.state_in is None, []
+    options = {"name": args.model, "vocab_size": model.config.vocab_size, "split_special": prompt == "-"}
     if prompt == "-":
         prompt = ""
         if sys.stdin is None:
             raise CommandLineError("--prompt -: standard input is closed")
         for piece in _pieces(_standard_input(args.stream, None if args.state_out is None else interrupts)):
             if prompt:  # another one follows: this one is read, but for its last token
-                unread += _tokens(tokenizer, prompt, special, args.model, model.config.vocab_size)
+                unread += _tokens(tokenizer, prompt, special, **options)
                 _read(model, unread[:-1], cache)
                 unread, special = unread[-1:], False
                 if not args.stream:
                     print(prompt, end="")
             prompt = piece
-    ids = _tokens(tokenizer, prompt, special, args.model, model.config.vocab_size)
+    ids = _tokens(tokenizer, prompt, special, **options)
     if interrupts:
         if tokens := [*unread, *ids]:  # else there is no state yet
             _read(model, tokens[:-1], cache)
@@ -291,13 +293,13 @@ def _pieces(texts: Iterator[str]) -> Iterator[str]:
         yield rest
 
 
-def _tokens(tokenizer, text: str, special: bool, name: str, vocab_size: int) -> list[int]:
-    """The ids of a text, `special` ones around it included.
+def _tokens(tokenizer, text: str, special: bool, name: str, vocab_size: int, split_special: bool) -> list[int]:
+    """The ids of a text, `special` ones around it included; those written in it are characters with `split_special`.
 
     Raises:
         ValueError: one is outside the model's vocabulary.
     """
-    ids = tokenizer(text, add_special_tokens=special)["input_ids"]
+    ids = tokenizer(text, add_special_tokens=special, split_special_tokens=split_special)["input_ids"]
     if ids and (largest := max(ids)) >= vocab_size:
         raise ValueError(
             f"--model {name}: its tokenizer does not fit: token id {largest} is outside the model's vocabulary "
