@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -397,6 +398,25 @@ def test_standard_input_of_any_length(run, model, tmp_path, monkeypatch, stream)
         outputs.append(run(*more, "--state-in", tmp_path / name))
     assert outputs[0] == outputs[1] and "ané then"[2:] in outputs[0]
     assert load(tmp_path / "again", config).get_seq_length() > one.get_seq_length() + 6
+
+
+def test_pieces_of_standard_input(monkeypatch):
+    """They are cut before an end of line and the blanks before that, else at a space, also in lines after the first."""
+    monkeypatch.setattr("hf_recurrent.cli.generate.PIECE", 8)
+    for text, pieces in (
+        ("one  \n two\nthree", ["one", "  \n two", "\nthree"]),
+        ("one two three", ["one two", " three"]),
+        ("one\ntwo three four", ["one", "\ntwo", " three", " four"]),
+        ("one" + 20 * " " + "two", ["one", 8 * " ", 8 * " ", "    two"]),
+        (20 * "x", [8 * "x", 8 * "x", 4 * "x"]),
+    ):
+        assert list(generate._pieces(iter([text]))) == pieces
+
+
+def test_a_long_run_of_blanks_takes_no_time():
+    before = time.process_time()
+    assert len(list(generate._pieces(iter(["word" + 60_000 * " " + 14_000 * "word "])))) > 1
+    assert time.process_time() - before < 1
 
 
 def test_standard_input_that_ends_inside_a_character(monkeypatch):

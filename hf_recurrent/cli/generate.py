@@ -285,12 +285,17 @@ def _pieces(texts: Iterator[str]) -> Iterator[str]:
     for text in texts:
         rest += text
         while len(rest) > PIECE:
-            ends = list(re.finditer(r"\s*\n", rest[:PIECE])) or list(re.finditer(r"\s+", rest[:PIECE]))
-            cut = ends[-1].start() if ends and ends[-1].start() else PIECE
+            # A match is tried only where white space begins, or a long run of it would be read over and over.
+            cut = _last(r"(?<!\s)\s*\n", rest[:PIECE]) or _last(r"\s+", rest[:PIECE]) or PIECE
             yield rest[:cut]
             rest = rest[cut:]
     if rest:
         yield rest
+
+
+def _last(pattern: str, text: str) -> int:
+    """Where the last match begins, 0 where there is none."""
+    return max((match.start() for match in re.finditer(pattern, text)), default=0)
 
 
 def _tokens(tokenizer, text: str, special: bool, name: str, vocab_size: int, split_special: bool) -> list[int]:
