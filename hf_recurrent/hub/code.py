@@ -18,6 +18,8 @@ OMITTED = {
     ("RecurrentPreTrainedModel", "register_for_auto_class"),
     ("RecurrentPreTrainedModel", "save_pretrained"),
     ("RecurrentPreTrainedModel", "push_to_hub"),
+    ("RecurrentPreTrainedModel", "_write_code"),
+    ("RecurrentPreTrainedModel", "_upload_modified_files"),
 }
 GENERATED = """
 This file holds all that the model needs in plain PyTorch, and loads with Transformers alone:

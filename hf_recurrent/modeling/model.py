@@ -237,12 +237,20 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """As in Transformers; and the module by which `trust_remote_code=True` loads the model from the folder, also
         where nobody has imported this package."""
         super().save_pretrained(save_directory, is_main_process, *args, **options)
+        if is_main_process:
+            self._write_code(Path(save_directory))
+
+    def _write_code(self, folder: Path) -> None:
         from ..hub.code import write_code
         from . import FAMILIES
 
-        folder = Path(save_directory)
-        if is_main_process and type(self.config) in FAMILIES and (folder / "config.json").is_file():
+        if type(self.config) in FAMILIES and (folder / "config.json").is_file():
             write_code(folder, type(self.config))
+
+    def _upload_modified_files(self, working_dir, *args, **options):
+        """What `save_pretrained(push_to_hub=True)` of Transformers ends with."""
+        self._write_code(Path(working_dir))
+        return super()._upload_modified_files(working_dir, *args, **options)
 
     def push_to_hub(self, repo_id: str, **options) -> str:
         """Push the model, with a model card and the code to load it, to the Hub: `hf_recurrent.hub.push.push_model`."""

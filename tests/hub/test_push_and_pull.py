@@ -166,6 +166,15 @@ def test_push_to_hub(hub, folder, tmp_path):
             refused()
 
 
+def test_saving_pushes_the_code_too(hub, folder, tmp_path):
+    """By Transformers' own `save_pretrained(push_to_hub=True)`."""
+    load(folder).save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/books")
+    there, saved = head(hub), files(tmp_path / "saved")
+    assert "LonghornForCausalLM" in there["modeling_longhorn.py"].decode()
+    assert json.loads(there["config.json"])["auto_map"]["AutoConfig"] == "modeling_longhorn.LonghornConfig"
+    assert all(there[name] == content for name, content in saved.items())
+
+
 # ---- the card --------------------------------------------------------------------------------------------------------
 
 
