@@ -633,9 +633,11 @@ class Run:
                 start_trackers(self.accelerator, self.folder.path, settings, self.state.step)
             return self._train()
         finally:
-            finish_trackers(self.accelerator)
-            if self.accelerator.is_main_process:
-                self.folder.close()
+            try:
+                finish_trackers(self.accelerator)
+            finally:  # also where Ctrl-C does not wait for a server far away
+                if self.accelerator.is_main_process:
+                    self.folder.close()
 
     def _train(self) -> dict:
         self.model.train()

@@ -77,6 +77,21 @@ def test_a_tracker_that_cannot_be_finished_is_a_warning():
     assert all(tracker.finished for tracker in both)
 
 
+def test_an_interrupt_while_a_tracker_finishes_leaves_the_folder_as_it_should_be(flags, monkeypatch, tmp_path):
+    """A run that has failed before it saved anything gives the folder back to the earlier one."""
+    assert cli.main([*flags, "--max-steps", "1"]) == 0
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+
+    def interrupted(tracker):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TensorBoardTracker, "finish", interrupted)
+    failing = ["--learning-rate", "1e30", "--warmup-steps", "0", "--max-grad-norm", "0", "--max-steps", "9"]
+    assert cli.main([*flags, *failing, "--overwrite", "--log-with", "tensorboard"]) == 130
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+    assert not list((tmp_path / "run").glob(".unfinished*"))
+
+
 def test_tensorboard_gets_what_the_metrics_have(flags, tmp_path):
     assert cli.main([*flags, "--max-steps", "4", "--log-with", "tensorboard"]) == 0
     sent = scalars(tmp_path / "run" / "trackers")
