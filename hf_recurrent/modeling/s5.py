@@ -343,7 +343,9 @@ class S5BatchNorm(nn.Module):
     Batch norm over the real positions of all rows. As flax has it, the running variance is the biased one.
 
     Each forward pass in training updates the running statistics, with gradient checkpointing also the repeated one.
-    Under data parallelism each process has its own.
+    Under data parallelism each process normalises by its own rows. DDP gives the first process's running statistics to
+    the others before each step, so that only its rows count in them. Under FSDP2 each process keeps its own: the model
+    that is saved has the first one's, a sharded checkpoint those of any one.
     """
 
     def __init__(self, channels: int, eps: float, momentum: float):
