@@ -53,7 +53,13 @@ examples:
         help="go on from the newest whole checkpoint in --output-dir; with auto, begin anew where there is none; "
         "where the run has finished, print its result",
     )
-    add("--save-steps", type=number(int, 0), default=1000, metavar="N", help="steps between checkpoints; 0: none")
+    add(
+        "--save-steps",
+        type=number(int, 0),
+        default=1000,
+        metavar="N",
+        help="steps between checkpoints, with another at the end; 0: none",
+    )
     add("--keep-checkpoints", type=number(int, 1), default=2, metavar="N", help="the newest ones, which are kept")
     add("--cpu", action="store_true", help="train on the CPU even where there is a GPU")
     return parser
@@ -98,8 +104,11 @@ def run(argv: list[str]) -> int:
             if measured is not None:
                 tqdm.write(f"step {step:,}: loss {loss:.4f}, {_said(training.metric, measured)}")
 
+        def resumed(step: int) -> None:
+            tqdm.write(f"going on from step {step:,}")
+
         options = {name: getattr(args, name) for name in ("resume", "overwrite", "save_steps", "keep_checkpoints")}
-        result = train_task(training, args.output_dir, device, progress, **options)
+        result = train_task(training, args.output_dir, device, progress, resumed=resumed, **options)
     if "interrupted" in result:
         print(f"stopped after step {result['step']:,}: the same command with --resume goes on")
         return 130 if result["interrupted"] == signal.SIGINT else 0

@@ -105,7 +105,12 @@ def load(folder: TaskFolder, training: TaskTraining, run: Trained) -> None:
         torch.set_rng_state(tensors["random"])
         if run.model.device.type == "cuda" and "random_cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random_cuda"], run.model.device)
-    if run.progress.step >= training.max_steps:
+        # By the schedule of these steps: that of fewer may have come to 0.
+        rates = zip(run.optimizer.param_groups, run.schedule.base_lrs, run.schedule.lr_lambdas, strict=True)
+        for group, highest, ratio in rates:
+            group["lr"] = highest * ratio(run.progress.step)
+    # A run that was killed behind its last checkpoint has no more steps to take, and ends.
+    if run.progress.step > training.max_steps or run.progress.step == training.max_steps != then.get("max_steps"):
         raise ValueError(
             f"--max-steps must be above {run.progress.step}, where {checkpoint} is, got {training.max_steps}"
         )

@@ -39,13 +39,15 @@ def train_task(
     device: torch.device | str = "cpu",
     progress: Callable[[int, float, float | None], None] = lambda step, loss, accuracy: None,
     *,
+    resumed: Callable[[int], None] = lambda step: None,
     resume: str | None = None,
     overwrite: bool = False,
     save_steps: int = 1000,
     keep_checkpoints: int = 2,
 ) -> dict:
     """
-    Trains a new model, or goes on with an interrupted training, to the same bits as if it had not been interrupted.
+    Trains a new model, or goes on with an interrupted training, to the same bits as if it had not been interrupted; or
+    with one that has come to its end, for more steps.
 
     With `output`, SIGINT and SIGTERM end the training after the current step: a checkpoint and the model are saved.
 
@@ -53,10 +55,13 @@ def train_task(
         output: a folder for the model, task.json (what is returned), curve.jsonl (what was measured so far) and
             checkpoints.
         progress: is told each step's number and loss, and the metric where it was measured.
+        resumed: is told the step that a training goes on from, before its first one.
         resume: "newest" goes on from the newest whole checkpoint in `output`; "auto" too, and begins anew where there
-            is none. Where the same training has come to its end, that is returned, and nothing is done again.
+            is none. Where the same training has come to its end, that is returned, and nothing is done again. With more
+            `max_steps` it goes on: its curve keeps what was measured before, and the learning rate is that of the new
+            number from there on.
         overwrite: replace an earlier run in `output`, as soon as this one has saved.
-        save_steps: between checkpoints; 0 for none, except after an interruption.
+        save_steps: between checkpoints, of which the end has one too; 0 for none, except after an interruption.
         keep_checkpoints: the newest ones, which are kept.
 
     Returns:
@@ -80,7 +85,8 @@ def train_task(
         raise ValueError("--resume needs --output-dir, where the checkpoints are")
     if resume and (result := _finished(folder, training)) is not None:
         return result
-    options = {"resume": resume, "overwrite": overwrite, "save_steps": save_steps, "keep_checkpoints": keep_checkpoints}
+    options = {"resumed": resumed, "resume": resume, "overwrite": overwrite}
+    options |= {"save_steps": save_steps, "keep_checkpoints": keep_checkpoints}
     if folder is None:
         return _train(training, folder, device, progress, **options)
     folder.lock()
@@ -96,6 +102,7 @@ def _train(
     device: torch.device | str,
     progress: Callable[[int, float, float | None], None],
     *,
+    resumed: Callable[[int], None],
     resume: str | None,
     overwrite: bool,
     save_steps: int,
@@ -109,13 +116,14 @@ def _train(
     run = _begin(dataclasses.replace(training, start_from=None) if goes_on else training, device)
     if goes_on:
         load(folder, training, run)
+        resumed(run.progress.step)
     before, started = run.progress.seconds, time.perf_counter()
     held_out = generate(training.task, training.eval_examples, training.seed, "validation", **training.sizes)
     every = max(1, training.max_steps // training.evaluations)
 
     def to_save(stopped: int) -> bool:
         step = run.progress.step
-        return bool(stopped or (save_steps and step % save_steps == 0)) and step < training.max_steps
+        return bool(stopped or (save_steps and (step % save_steps == 0 or step == training.max_steps)))
 
     with _opened(folder, training, run.progress.step) as interrupted:
         stopped = 0

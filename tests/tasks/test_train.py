@@ -67,7 +67,7 @@ def test_the_command_learns_selective_copying(tmp_path, capsys):
     held_out = generate("selective_copying", 200, 0, "validation", length=8, data_tokens=2, vocab_size=6)
     assert measure(model, held_out, 64) == pytest.approx(result["accuracy"])
     assert cli.main(["train", "--task", "selective_copying", *flags]) == 2
-    assert "holds an earlier run: replace it by --overwrite" in capsys.readouterr().err
+    assert "holds an earlier run: continue it by --resume, replace it by --overwrite" in capsys.readouterr().err
 
 
 def test_a_peer_is_trained_alike(tmp_path):
@@ -191,7 +191,10 @@ def test_the_command_goes_on(tmp_path, capsys, monkeypatch):
     assert cli.main([*flags, "--max-steps", "9", "--seed", "1", "--resume"]) == 2
     assert "was written with seed 0, now: 1" in capsys.readouterr().err
     assert cli.main([*flags, "--max-steps", "9", "--resume"]) == 0
-    state = tmp_path / "run" / "checkpoints" / "step-00000002" / "state.bin"
+    assert capsys.readouterr().out.startswith("going on from step 2\n")
+    assert cli.main([*flags, "--max-steps", "8", "--resume"]) == 2
+    assert "--max-steps must be above 9" in capsys.readouterr().err
+    state = tmp_path / "run" / "checkpoints" / "step-00000009" / "state.bin"
     size = state.stat().st_size
     state.write_bytes(b"x" * size)
     assert cli.main([*flags, "--max-steps", "10", "--resume"]) == 2
@@ -210,10 +213,34 @@ def test_a_finished_training_is_not_done_again(tmp_path, save_steps):
     assert (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns == weights
     longer = dataclasses.replace(training, max_steps=5)
     if save_steps:
-        assert train_task(longer, tmp_path / "run", resume="newest")["curve"][-1]["step"] == 5
+        resumed = []
+        result = train_task(longer, tmp_path / "run", resume="newest", resumed=resumed.append)
+        assert resumed == [3] and [row["step"] for row in result["curve"]] == [1, 2, 3, 4, 5]
+        assert result["curve"][:3] == whole["curve"]
     else:
         with pytest.raises(FileNotFoundError, match="--resume: there is no whole checkpoint in"):
             train_task(longer, tmp_path / "run", resume="newest")
+
+
+def test_a_training_that_has_come_to_its_end_goes_on(tmp_path):
+    """Its learning rate had come to 0; the first of the further steps has one of its own."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1}
+    training = TaskTraining("listops", SMALL["listops"], None, sizes, 4, 2, eval_examples=2, evaluations=2)
+    train_task(training, tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "longer")
+    longer = train_task(dataclasses.replace(training, max_steps=5), tmp_path / "longer", resume="newest")
+    assert [row["step"] for row in longer["curve"]] == [2, 4, 5]
+    assert not same_weights(tmp_path / "run", tmp_path / "longer")
+
+
+def test_a_training_that_was_killed_behind_its_last_checkpoint_ends(tmp_path):
+    training = TaskTraining("listops", SMALL["listops"], max_steps=3, batch_size=2, eval_examples=2)
+    whole = train_task(training, tmp_path / "run")
+    for file in ("task.json", "model.safetensors"):
+        (tmp_path / "run" / file).unlink()
+    result = train_task(training, tmp_path / "run", progress=interrupted_at(3), resume="newest")
+    assert result["curve"] == whole["curve"] and (tmp_path / "run" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "run" / "task.json").read_text()) == result
 
 
 @pytest.mark.parametrize("option, value", [("keep_checkpoints", 0), ("keep_checkpoints", -1), ("save_steps", -1)])
