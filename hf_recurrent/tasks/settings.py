@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from ..messages import nearest
+from ..modeling.cache import RecurrentCache
 from ..training.model import families, load_model
 from . import defaults, generate
 from .listops import VOCABULARY
@@ -22,6 +23,10 @@ from .listops import VOCABULARY
 TOKEN_TASKS = ("selective_copying", "associative_recall", "memory_horizon", "induction_heads")
 PREDEFINED = {field.name for field in dataclasses.fields(PreTrainedConfig)}  # of no family's own
 PEERS = {"mamba": MambaConfig}  # Transformers' own models, to compare with on tasks of tokens
+# Fields that say how weights begin and learn, or which kernel takes them, not what they mean.
+NO_MEANING = ("dt_min", "dt_max", "c_init", "batch_norm_momentum", "time_step_min", "time_step_max", "time_step_floor")
+NO_MEANING += ("time_step_scale", "time_step_init_scheme", "rescale_prenorm_residual")
+NO_MEANING += ("use_mambapy", "use_associative_scan")
 SIGNAL_TASKS = ("pendulum", "tones", "pathfinder", "digits")  # are read as numbers, which S5 alone takes
 TRAINABLE = (*TOKEN_TASKS, "listops", *SIGNAL_TASKS)
 
@@ -50,9 +55,9 @@ class TaskTraining:
             half a cosine; gradients are clipped to the norm 1.
         eval_examples: of the validation split, on which `metric` is measured, `evaluations` times in equal steps.
         seed: of the weights and the examples.
-        start_from: a folder with the model of an earlier run, of the same family and sizes, whose weights this one
-            starts from, with a new optimiser: for a curriculum, from short examples to long ones. With that run's seed
-            and sizes it would see that run's examples again.
+        start_from: a folder with the model of an earlier run, of the same family and configuration, whose weights this
+            one starts from, with a new optimiser: for a curriculum, from short examples to long ones. With that run's
+            seed and sizes it would see that run's examples again.
     """
 
     task: str
@@ -93,7 +98,7 @@ class TaskTraining:
 
         Raises:
             ValueError: a field that the family does not have, or a value that does not fit; no model in `start_from`,
-                or another one.
+                or another one: of another class, with weights of other shapes or for another configuration.
         """
         auto, sizes_of_task = self._head()
         config_class = (families() | PEERS)[self.model_type]
@@ -108,21 +113,24 @@ class TaskTraining:
             raise ValueError(f"{config_class.__name__}: {' '.join(str(error).split())}") from None
         model = auto.from_config(config)
         if self.start_from is not None:
-            self._start(model, load_model(self.start_from, "--start-from", auto, PEERS))
+            self._start(model, load_model(self.start_from, "--start-from", auto, PEERS), sizes_of_task)
         return model
 
-    def _start(self, model: PreTrainedModel, earlier: PreTrainedModel) -> None:
-        """Give `model` the weights of another."""
+    def _start(self, model: PreTrainedModel, earlier: PreTrainedModel, sizes_of_task: dict) -> None:
+        """Give `model` the weights of another, which mean the same there but for the sizes of the task."""
         if type(earlier) is not type(model):
             kinds = f"a {type(earlier).__name__}, expected a {type(model).__name__}"
             raise ValueError(f"--start-from {self.start_from}: holds {kinds}")
-        weights = earlier.state_dict()
-        for name, weight in model.state_dict().items():
-            shape = tuple(weights[name].shape) if name in weights else None
-            if shape != tuple(weight.shape):
-                raise ValueError(
-                    f"--start-from {self.start_from}: {name} has the shape {shape}, here it is {tuple(weight.shape)}"
-                )
+        weights, own = earlier.state_dict(), model.state_dict()
+        for name in {**own, **weights}:
+            then, now = (tuple(each[name].shape) if name in each else None for each in (weights, own))
+            if then != now:
+                raise ValueError(f"--start-from {self.start_from}: {name} has the shape {then}, here it is {now}")
+        # A state means the same where the weights do.
+        field = RecurrentCache(earlier.config).differing_field(model.config, ignoring=(*sizes_of_task, *NO_MEANING))
+        if field is not None:
+            then, now = (getattr(each.config, field) for each in (earlier, model))
+            raise ValueError(f"--start-from {self.start_from}: was trained with {field} {then}, here it is {now}")
         model.load_state_dict(weights)
 
     @property

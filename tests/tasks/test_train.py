@@ -112,15 +112,43 @@ def test_a_curriculum_starts_from_the_weights_of_an_earlier_run(tmp_path):
     for changes, message in (
         ({"config": config | {"hidden_size": 12}}, r"model.embed_tokens.weight has the shape \(12, 8\), here it is"),
         ({"config": config | {"num_hidden_layers": 2}}, r"has the shape None, here it is"),
+        ({"config": config | {"learned_initial_state": True}}, "has the shape None, here it is"),
+        ({"config": config | {"hidden_act": "silu"}}, "--start-from .*short: was trained with hidden_act gelu, here"),
         ({"model_type": "mingru"}, "holds a LonghornForCausalLM, expected a MinGRUForCausalLM"),
         ({"start_from": str(tmp_path)}, "--start-from .*: the folder has no config.json, so it holds no model"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(longer, **changes).create_model()
+    dataclasses.replace(longer, config=config | {"hidden_dropout": 0.1}).create_model()
     with pytest.raises(KeyboardInterrupt):
         train_task(longer, tmp_path / "longer", progress=interrupted_at(3), save_steps=2)
     shutil.rmtree(tmp_path / "short")  # is needed at the beginning alone
     assert train_task(longer, tmp_path / "longer", resume="newest")["curve"][-1]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "task, model_type, trained, wanted, message",
+    [
+        ("listops", "mingru", {"candidate": "vanilla"}, {}, "was trained with candidate vanilla, here it is positive"),
+        ("pendulum", "s5", {"discretization": "bilinear"}, {}, "discretization bilinear, here it is zoh"),
+        ("listops", "mingru", {"learned_initial_state": True}, {}, r"has the shape \(16,\), here it is None"),
+        ("pendulum", "s5", {"dt_max": 0.2}, {"c_init": "lecun_normal"}, None),  # of new weights
+        ("induction_heads", "mamba", {"time_step_min": 0.01}, {"use_mambapy": True}, None),
+    ],
+)
+def test_weights_that_mean_something_else_are_not_started_from(task, model_type, trained, wanted, message, tmp_path):
+    config = {"hidden_size": 8, "num_hidden_layers": 1}
+    config |= {"state_size": 4, "num_blocks": 1} if task == "pendulum" else {}
+    earlier = TaskTraining(task, SMALL[task], model_type, config | trained)
+    earlier.create_model().save_pretrained(tmp_path / "earlier")
+    # The pendulum's step_rescale follows from its grid: the unit of time stays the same part of it.
+    sizes = SMALL[task] | ({"grid": 32} if task == "pendulum" else {})
+    next_one = TaskTraining(task, sizes, model_type, config | wanted, start_from=str(tmp_path / "earlier"))
+    if message is None:
+        next_one.create_model()
+    else:
+        with pytest.raises(ValueError, match=message):
+            next_one.create_model()
 
 
 # ---- interruptions ---------------------------------------------------------------------------------------------------
