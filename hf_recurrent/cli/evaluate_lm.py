@@ -100,7 +100,7 @@ def run(argv: list[str]) -> int:
     names = list(dict.fromkeys(filter(None, map(str.strip, args.tasks.split(",")))))
     manager = find_tasks(names, args.include_path, lambda: print("Reading lm-eval's list of tasks", file=sys.stderr))
     tasks = load_tasks(manager, names)
-    model, tokenizer = load_model_and_tokenizer(args)
+    model, tokenizer = load_model_and_tokenizer(args, ends=True)  # by which lm-eval begins texts
     lm = RecurrentLM(model, tokenizer=tokenizer, batch_size=args.batch_size, max_length=args.max_length)
     try:
         results = evaluate(lm, tasks, args.num_fewshot, args.limit, output, Path(args.model).resolve().name)

@@ -123,8 +123,11 @@ def add_model_flags(parser: Parser, what: str) -> None:
     parser.add_argument("--cpu", action="store_true", help=f"{what} on the CPU even where there is a GPU")
 
 
-def load_model_and_tokenizer(args: argparse.Namespace) -> tuple:
+def load_model_and_tokenizer(args: argparse.Namespace, *, ends: bool = False) -> tuple:
     """The model, in evaluation mode and on the GPU if there is one, and its tokenizer.
+
+    Args:
+        ends: whether the tokenizer needs an end-of-sequence token.
 
     Raises:
         ValueError: there is none, or it cannot be used.
@@ -136,7 +139,7 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple:
 
     no_bars_for_files()
     model = load_model(args.model).eval()
-    tokenizer = load_tokenizer(args.model, "--model")
+    tokenizer = load_tokenizer(args.model, "--model", ends=ends)
     return model.to("cuda" if torch.cuda.is_available() and not args.cpu else "cpu"), tokenizer
 
 

@@ -38,7 +38,8 @@ def convert(
         source: file or folder.
         dest: folder; with `to_format` the file, or for "longhorn" the folder, to write.
         from_format, to_format: names in FORMATS; the first is found by the names of the tensors when None.
-        tokenizer: "bytes", or a folder or name on the Hub, to be saved beside the model.
+        tokenizer: "bytes", or a folder or name on the Hub, to be saved beside the model. That of bytes has an end of
+            texts, too, unless the checkpoint's vocabulary is of 256.
         dtype: of the result, a name in DTYPES; the checkpoint's when None.
         overwrite: replace what `dest` holds, once the new one is whole.
         options: what the checkpoint does not say, by the options' names (`Format.options`).

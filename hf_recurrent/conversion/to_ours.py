@@ -120,7 +120,8 @@ def _tokenizer(name: str, config: PreTrainedConfig):
 
     if getattr(config, "input_size", None) is not None:
         raise Refused(f"--tokenizer {name}: this model reads features, not tokens")
-    tokenizer = byte_tokenizer() if name == "bytes" else load_tokenizer(name)
+    # A vocabulary of the bytes alone, as of texts that are one document, has no place for a token that ends one.
+    tokenizer = byte_tokenizer(ends=config.vocab_size != 256) if name == "bytes" else load_tokenizer(name)
     size = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
     if size > config.vocab_size:
         raise Refused(

@@ -73,34 +73,41 @@ def train_bpe(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) -> Pre
     return _wrap(tokenizer)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte, whose id is the byte's value; the end-of-text token is 256."""
+def byte_tokenizer(*, ends: bool = True) -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte, whose id is the byte's value; with `ends` the end-of-text token is 256, else there is
+    none, nor another special token."""
     vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    if not ends:
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
     tokenizer.add_special_tokens([END_OF_TEXT])
     return _wrap(tokenizer)
 
 
-def load_tokenizer(name: str, flag: str = "--tokenizer") -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, flag: str = "--tokenizer", *, ends: bool = True) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the Hub.
 
+    Args:
+        flag: the argument that `name` was given as, for the messages.
+        ends: whether it needs an end-of-sequence token.
+
     Raises:
-        ValueError: there is none, or it has no end-of-sequence token to mark where documents end.
+        ValueError: there is none, or it has no such token to mark where documents end.
     """
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"{flag} {name}: no such folder")
     if Path(name).is_dir() and not any(any(Path(name).glob(files)) for files in ("tokenizer*", "vocab*", "*.model")):
         raise ValueError(f"{flag} {name}: the folder holds no tokenizer")
     access.prepare(name)
+    what = "" if flag == "--tokenizer" else "its tokenizer "
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a broken file, an unknown class, no network: each library raises its own
-        what = "" if flag == "--tokenizer" else "its tokenizer "
         raise ValueError(f"{flag} {name}: {what}cannot be loaded: {_fault(error, name)}") from error
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"{flag} {name}: it has no end-of-sequence token to mark where documents end")
+    if ends and tokenizer.eos_token_id is None:
+        raise ValueError(f"{flag} {name}: {what or 'it '}has no end-of-sequence token to mark where documents end")
     return tokenizer
 
 

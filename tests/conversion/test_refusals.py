@@ -250,12 +250,32 @@ def test_complex_tensors_have_no_bfloat16(run, tmp_path):
 
 
 def test_a_tokenizer_that_does_not_fit(run, tmp_path):
-    torch.save(minLM(num_tokens=256, dim=8, depth=1).state_dict(), tmp_path / "x.pt")
+    torch.save(minLM(num_tokens=255, dim=8, depth=1).state_dict(), tmp_path / "x.pt")
     message = run("x.pt", "y", "--tokenizer", "bytes", status=2)
-    assert "has 257 tokens, the checkpoint's vocabulary 256" in message
+    assert "has 257 tokens, the checkpoint's vocabulary 255" in message
     words = Tokenizer(models.WordLevel({"a": 0, "b": 5000, "<s>": 1}, unk_token="<s>"))  # ids with gaps
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<s>").save_pretrained(tmp_path / "words")
     assert "has 5,001 tokens" in run("x.pt", "y", "--tokenizer", "words", status=2)
+
+
+def test_a_model_of_bytes_alone_writes_and_is_measured(run, tmp_path, capsys):
+    """As the original's own training makes it, of enwik8; no token of it ends a text."""
+    torch.save(minLM(num_tokens=256, dim=8, depth=1).state_dict(), tmp_path / "x.pt")
+    run("x.pt", "y", "--tokenizer", "bytes")
+    model, text = ["--model", str(tmp_path / "y"), "--cpu"], "naïve — 日本語<|endoftext|>\n"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "y")
+    assert len(tokenizer) == 256 and tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode()), skip_special_tokens=True) == text
+    config = AutoConfig.from_pretrained(tmp_path / "y")
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(tokenizer, token) is None and getattr(config, token) is None
+    (tmp_path / "text.txt").write_text(text)
+    assert cli.main(["evaluate", "perplexity", *model, "--data-files", str(tmp_path / "text.txt")]) == 0
+    assert f"over {len(text.encode())} bytes" in capsys.readouterr().out
+    assert cli.main(["generate", *model, "--prompt", "naïve", "--max-new-tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("naïve")
+    assert cli.main(["train", *model, "--data-files", str(tmp_path / "text.txt"), "--max-steps", "1"]) == 2
+    assert "y: its tokenizer has no end-of-sequence token to mark where documents end" in capsys.readouterr().err
 
 
 def test_the_command_knows_every_option():
