@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_recurrent.tasks import generate
+from hf_recurrent.tasks.digits import mixed
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -137,8 +138,12 @@ def write_idx(file: Path, values: np.ndarray) -> None:
 
 def test_sequential_digits(tmp_path, capsys):
     generator = np.random.default_rng(0)
-    write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", generator.integers(256, size=(12, 28, 28)).astype(np.uint8))
+    images = generator.integers(256, size=(12, 28, 28)).astype(np.uint8)
+    write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", images)
     write_idx(tmp_path / "t10k-labels-idx1-ubyte.gz", generator.integers(10, size=12).astype(np.uint8))
+    read, _ = runpy.run_path(str(EXAMPLES / "sequential_digits.py"))["load"](tmp_path, None)
+    held_out, last = read[8:, :, 0] * 255, images[8:].reshape(4, 784)  # which are not those of the file's order
+    assert not np.allclose(held_out, last) and np.allclose(held_out, images[mixed(12)[8:]].reshape(4, 784))
     sizes = ("--epochs", 1, "--train-digits", 8, "--layers", 1, "--batch-size", 4, "--device", "cpu")
     run("sequential_digits", "--data", tmp_path, *sizes, "--output", tmp_path / "model")
     assert (tmp_path / "model" / "config.json").is_file()

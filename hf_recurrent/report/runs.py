@@ -95,7 +95,7 @@ class TaskRun:
 def _training(chain: list[TaskRun], without: str | None = None) -> str:
     of_each = [
         [
-            [run.result[name] for name in ALIKE],
+            [*(run.result[name] for name in ALIKE), run.result.get("division")],
             run.result["parameters"] if without is None else None,
             *({name: value for name, value in kind.items() if name != without} for kind in (run.sizes, run.config)),
         ]
@@ -264,6 +264,8 @@ def _task(runs: Runs, folder: Path, name: str) -> None:
     start = result.get("start_from")
     if start is not None and not (isinstance(start, str) and start and "\0" not in start):
         raise Unreadable(f"{TASK} has a start_from that is no path")
+    if not isinstance(result.get("division"), str | None):
+        raise Unreadable(f"{TASK} has a division that is no name")
     if result["task"] not in TRAINABLE:
         raise Unreadable(f"{TASK} is of no task that is known here: {result['task']}")
     if result["model_type"] not in families() | PEERS:

@@ -115,7 +115,8 @@ def _name(model_type: str) -> str:
 
 
 def _sizes(result: dict) -> dict:
-    return {name: value for name, value in result["sizes"].items() if name not in NOT_SHOWN and value is not None}
+    sizes = result["sizes"] | {"division": result.get("division")}
+    return {name: value for name, value in sizes.items() if name not in NOT_SHOWN and value is not None}
 
 
 def _after(group: Group) -> str | None:

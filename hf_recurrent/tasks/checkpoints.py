@@ -52,9 +52,14 @@ class Trained:
     progress: Progress = dataclasses.field(default_factory=Progress)
 
 
+def settings(training: TaskTraining) -> dict:
+    """What a run is: its arguments, and how the files that it reads are divided."""
+    return {**vars(training), "division": training.division}
+
+
 def settings_text(training: TaskTraining) -> str:
     """The settings of a run, as its folder has them."""
-    return json.dumps(vars(training), indent=2) + "\n"
+    return json.dumps(settings(training), indent=2) + "\n"
 
 
 def save(folder: TaskFolder, training: TaskTraining, run: Trained, keep: int) -> None:
@@ -71,7 +76,7 @@ def save(folder: TaskFolder, training: TaskTraining, run: Trained, keep: int) ->
     }
     if run.model.device.type == "cuda":
         tensors["random_cuda"] = torch.cuda.get_rng_state(run.model.device)
-    state = {"format": FORMAT, "versions": versions(), "settings": vars(training)}
+    state = {"format": FORMAT, "versions": versions(), "settings": settings(training)}
     state |= {"progress": vars(run.progress), "examples": run.examples.bit_generator.state}
     with folder.new_checkpoint(run.progress.step, keep) as temporary:
         torch.save(tensors, temporary / TENSORS)
@@ -91,6 +96,11 @@ def load(folder: TaskFolder, training: TaskTraining, run: Trained) -> None:
     if saved_format != FORMAT:
         raise ValueError(f"--resume: {checkpoint} has format {saved_format}, expected {FORMAT}")
     now = json.loads(settings_text(training))
+    if then.get("division") != now["division"]:
+        raise ValueError(
+            f"--resume: {checkpoint} was trained on other digits of {training.sizes['folder']} than it would be now: "
+            "divided in the file's order, or with train files that have come or gone; --overwrite begins anew"
+        )
     for name in {**then, **now}:
         if name not in FREE and then.get(name) != now.get(name):
             raise ValueError(f"--resume: {checkpoint} was written with {name} {then.get(name)}, now: {now.get(name)}")

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-# Where each split begins and ends, as shares of the files that it is in.
+# Where each split begins and ends, as shares of the files that it is in; of the test digits as `mixed`.
 OF_ALL = {"train": (0, 11 / 12), "validation": (11 / 12, 1), "test": (0, 1)}
 OF_TEST_DIGITS = {"train": (0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1)}  # the training digits are not there
+
+
+def mixed(number: int) -> np.ndarray:
+    """(number,) The order, every time the same, in which the test digits are divided where they are all that there is:
+    in that of MNIST's file the last fifth is easier than the rest."""
+    return np.random.default_rng(0).permutation(number)
 
 
 def digits(images: np.ndarray, classes: np.ndarray, permutation_seed: int | None = None) -> dict[str, np.ndarray]:
@@ -52,8 +58,9 @@ def digits_of_folder(
 
     Of {train,t10k}-images-idx3-ubyte and -labels-idx1-ubyte in `folder`, as they are or with .gz, the t10k files are
     the test split, and the last twelfth of the others is the validation split. Where the train files are not there, the
-    first 80 % of the t10k files are the training split, the next 10 % the validation split, and the rest the test
-    split. Examples are drawn without putting any back; each call draws anew.
+    first 80 % of the t10k files in a random order, the same for all seeds (`mixed`), are the training split, the next
+    10 % the validation split, and the rest the test split. Examples are drawn without putting any back; each call draws
+    anew.
 
     Args:
         permutation: the seed of a random order of pixels, the same for all; None for the order of rows.
@@ -102,9 +109,19 @@ def read_idx(file: str | Path) -> np.ndarray:
     return np.frombuffer(data, np.uint8, offset=begin).reshape(sizes)
 
 
+def division(folder: str) -> str | None:
+    """How the digits of a folder are divided, where that was once otherwise: "mixed" for the test digits alone."""
+    return None if _is_whole(folder) else "mixed"
+
+
+def _is_whole(folder: str) -> bool:
+    return _found(folder, "train-images") is not None
+
+
 def _split(folder: str, split: str) -> tuple[np.ndarray, np.ndarray]:
-    whole = _found(folder, "train-images") is not None
-    images, classes = _read(str(Path(folder).resolve()), "train" if whole and split != "test" else "t10k")
+    whole = _is_whole(folder)
+    part = "train" if whole and split != "test" else "t10k"
+    images, classes = _read(str(Path(folder).resolve()), part, mix=not whole)
     first, last = (round(share * len(images)) for share in (OF_ALL if whole else OF_TEST_DIGITS)[split])
     return images[first:last], classes[first:last]
 
@@ -116,7 +133,7 @@ def _found(folder: str, kind: str) -> Path | None:
 
 
 @functools.lru_cache(maxsize=4)
-def _read(folder: str, part: str) -> tuple[np.ndarray, np.ndarray]:
+def _read(folder: str, part: str, *, mix: bool) -> tuple[np.ndarray, np.ndarray]:
     files = [_found(folder, f"{part}-{kind}") for kind in ("images", "labels")]
     if None in files:
         names = " and ".join(f"{part}-{kind}-ubyte" for kind in ("images-idx3", "labels-idx1"))
@@ -126,4 +143,7 @@ def _read(folder: str, part: str) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"{folder}: expected images with a label each, got {images.shape} and {classes.shape}")
     if classes.max() > 9:
         raise ValueError(f"{folder}: expected labels from 0 to 9, got {classes.max()}")
-    return images, classes
+    if not mix:
+        return images, classes
+    order = mixed(len(images))
+    return images[order], classes[order]

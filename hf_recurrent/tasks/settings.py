@@ -18,6 +18,7 @@ from ..messages import nearest
 from ..modeling.cache import RecurrentCache
 from ..training.model import families, load_model
 from . import defaults, generate
+from .digits import division
 from .listops import VOCABULARY
 
 TOKEN_TASKS = ("selective_copying", "associative_recall", "memory_horizon", "induction_heads")
@@ -137,6 +138,11 @@ class TaskTraining:
     def metric(self) -> str:
         """As `metric_of` says."""
         return metric_of(self.task)
+
+    @property
+    def division(self) -> str | None:
+        """Of digits, as `digits.division` says; else None."""
+        return division(self.sizes["folder"]) if self.task == "digits" else None
 
     def _head(self) -> tuple[type, dict]:
         """The Auto class, and what the task says of the configuration: the sizes of inputs and outputs."""

@@ -16,7 +16,7 @@ from ..malloc import keep_freed_memory
 from ..measure import machine
 from ..training.signals import interrupts
 from . import TASKS, generate
-from .checkpoints import TaskFolder, Trained, load, save, settings_text
+from .checkpoints import TaskFolder, Trained, load, save, settings, settings_text
 from .measures import answers, at_half_rate, measure, tensors
 from .settings import TaskTraining
 
@@ -65,10 +65,10 @@ def train_task(
         keep_checkpoints: the newest ones, which are kept.
 
     Returns:
-        The training's arguments, "parameters", "metric": its name, under which the last one is, "curve": for each
-        measurement step, loss (the mean since the one before) and metric; of tones also "half_rate", as `at_half_rate`
-        says; "seconds", of all of it, "device" and "machine". After a signal instead "interrupted", its number, and
-        "step", after which it ended.
+        The training's arguments and `division`, "parameters", "metric": its name, under which the last one is, "curve":
+        for each measurement step, loss (the mean since the one before) and metric; of tones also "half_rate", as
+        `at_half_rate` says; "seconds", of all of it, "device" and "machine". After a signal instead "interrupted", its
+        number, and "step", after which it ended.
 
     Raises:
         ValueError: what `TaskTraining.create_model` raises; `save_steps` below 0 or `keep_checkpoints` below 1; a
@@ -153,8 +153,8 @@ def _finished(folder: TaskFolder, training: TaskTraining) -> dict | None:
     try:
         result = json.loads((folder.path / RESULT).read_text(encoding="utf-8"))
         wanted = json.loads(settings_text(training))
-        return result if {name: result[name] for name in wanted} == wanted else None
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or not whole
+        return result if {name: result.get(name) for name in wanted} == wanted else None
+    except (OSError, ValueError, AttributeError):  # there is none, or not whole
         return None
 
 
@@ -207,7 +207,7 @@ def _step(training: TaskTraining, run: Trained) -> float:
 def _result(training: TaskTraining, run: Trained, device: torch.device | str) -> dict:
     """What is known of a finished run: task.json."""
     return {
-        **vars(training),
+        **settings(training),
         "parameters": run.model.num_parameters(),
         "metric": training.metric,
         training.metric: run.progress.curve[-1][training.metric],

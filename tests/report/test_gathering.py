@@ -234,6 +234,15 @@ def test_a_copy_of_a_run_is_no_other_seed(tmp_path):
     assert (len(first.runs), first.mean, first.deviation) == (2, pytest.approx(0.6), pytest.approx(stdev([0.5, 0.7])))
 
 
+def test_digits_that_were_divided_otherwise_are_told_apart(tmp_path):
+    digits = {"task": "digits", "model_type": "s5", "sizes": {"folder": "mnist"}, "parameters": 10}
+    runs = gathered(tmp_path, before=digits, after=digits | {"division": "mixed"})
+    rows, _ = section(runs)
+    assert sorted(row["task's sizes"] for row in rows) == ["", "division mixed"] and not runs.passed_over
+    odd = gathered(tmp_path / "odd", a={}, b={"division": ["mixed"]})
+    assert odd.passed_over == [("b", "task.json has a division that is no name")]
+
+
 def test_a_size_that_is_the_default_is_the_same_as_none(tmp_path):
     spelt = {"sizes": {"length": 512}, "config": {"hidden_size": 64, "num_hidden_layers": 2}, "seed": 1}
     (group,) = groups(gathered(tmp_path, a={}, b=spelt).tasks)

@@ -9,7 +9,7 @@ import pytest
 from mnist import write_digits, write_idx
 
 from hf_recurrent.tasks import TASKS, build, digits, generate
-from hf_recurrent.tasks.digits import read_idx
+from hf_recurrent.tasks.digits import mixed, read_idx
 from hf_recurrent.tasks.listops import VOCABULARY
 
 SMALL = {
@@ -143,10 +143,15 @@ def pixels(made):
 
 
 def test_digits_of_a_folder(tmp_path):
-    test = {tuple(image.flatten()) for image in write_digits(tmp_path, "t10k", 30)}
+    images = write_digits(tmp_path, "t10k", 30)
+    test = {tuple(image.flatten()) for image in images}
     parts = [pixels(generate("digits", number, 0, split, folder=str(tmp_path))) for number, split in
              ((24, "train"), (3, "validation"), (3, "test"))]  # fmt: skip
     assert set.union(*parts) == test and sum(map(len, parts)) == 30
+    # Not the last ones of the file, and the same ones whatever the seed.
+    assert parts[1] == {tuple(image.flatten()) for image in images[mixed(30)[24:27]]}
+    assert parts[1] == pixels(generate("digits", 3, 1, "validation", folder=str(tmp_path)))
+    assert parts[1] != {tuple(image.flatten()) for image in images[24:27]}
     one, other = (generate("digits", 5, seed, folder=str(tmp_path)) for seed in (0, 1))
     assert one["input_features"].shape == (5, 16, 1) and not np.array_equal(one["labels"], other["labels"])
 
@@ -155,6 +160,8 @@ def test_digits_of_a_folder(tmp_path):
     write_digits(both, "t10k", 30, ending="")
     train = {tuple(image.flatten()) for image in write_digits(both, "train", 24, ending="", seed=1)}
     assert pixels(generate("digits", 30, 0, "test", folder=str(both))) == test
+    last = read_idx(both / "train-images-idx3-ubyte")[22:]
+    assert pixels(generate("digits", 2, 0, "validation", folder=str(both))) == {tuple(x.flatten()) for x in last}
     parts = [pixels(generate("digits", number, 0, split, folder=str(both), permutation=3)) for number, split in
              ((22, "train"), (2, "validation"))]  # fmt: skip
     assert {tuple(sorted(row)) for part in parts for row in part} == {tuple(sorted(row)) for row in train}

@@ -271,6 +271,24 @@ def test_a_training_that_was_killed_behind_its_last_checkpoint_ends(tmp_path):
     assert json.loads((tmp_path / "run" / "task.json").read_text()) == result
 
 
+def test_digits_that_were_divided_otherwise(small, tmp_path):
+    """Where an older version has written the run, or train files have been added."""
+    config = {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 4, "num_blocks": 1}
+    training = TaskTraining("digits", small["digits"], None, config, 2, 2, eval_examples=2)
+    assert train_task(training, tmp_path / "run")["division"] == "mixed"
+    for file in (tmp_path / "run").glob("**/*.json"):
+        content = json.loads(file.read_text())
+        (content.get("settings") or content).pop("division", None)
+        file.write_text(json.dumps(content, indent=2) + "\n")
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "files.json").unlink()
+    for max_steps in (2, 3):
+        with pytest.raises(ValueError, match="was trained on other digits of .*--overwrite begins anew"):
+            train_task(dataclasses.replace(training, max_steps=max_steps), tmp_path / "run", resume="newest")
+    write_digits(tmp_path / "digits", "train", 24)
+    assert train_task(training, tmp_path / "run", resume="newest")["curve"][-1]["step"] == 2
+    assert training.division is None
+
+
 @pytest.mark.parametrize("option, value", [("keep_checkpoints", 0), ("keep_checkpoints", -1), ("save_steps", -1)])
 def test_checkpoints_that_cannot_be_kept(option, value, tmp_path):
     training = TaskTraining("listops", SMALL["listops"], max_steps=2, batch_size=2, eval_examples=2)
