@@ -109,6 +109,7 @@ def save_plot(figure, path: Path) -> None:
 def draw_runs(figure, runs: dict[str, list[dict]], quantities: list[str], x: str, *, logarithmic: bool = False) -> None:
     """What `plot_runs` draws, on a figure of matplotlib."""
     rows = figure.subplots(len(quantities), sharex=True, squeeze=False)[:, 0]
+    drawn = {}  # a line of each run: it need not have all quantities
     for axes, name in zip(rows, quantities, strict=True):
         for number, (run, lines) in enumerate(runs.items()):
             curve, color = points(lines, x, name), f"C{number % 10}"
@@ -120,14 +121,15 @@ def draw_runs(figure, runs: dict[str, list[dict]], quantities: list[str], x: str
                 axes.plot(*curve.T, color=color, alpha=0.25, linewidth=0.8)
                 values = smooth(values, len(values) // 25)
             style = ("-", "--", ":", "-.")[number // 10 % 4]
-            axes.plot(curve[:, 0], values, style, color=color, marker=marker, markersize=3.5, label=run)
+            (line,) = axes.plot(curve[:, 0], values, style, color=color, marker=marker, markersize=3.5, label=run)
+            drawn.setdefault(run, line)
         axes.set_ylabel(label(name))
         axes.set_yscale("log" if logarithmic else "linear")
         axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.01)
     rows[-1].set_xlabel(LABELS[x])
-    rows[0].legend(frameon=False)
+    rows[0].legend(handles=[drawn[run] for run in runs if run in drawn], frameon=False)
 
 
 def check_quantities(runs: dict[str, list[dict]], quantities: list[str]) -> None:

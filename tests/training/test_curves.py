@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hf_recurrent import cli
-from hf_recurrent.training.curves import points, read_runs, short_names
+from hf_recurrent.training.curves import plot_runs, points, read_runs, short_names
 
 
 @pytest.fixture
@@ -57,6 +57,22 @@ ODD = [
     '{"step": true, "loss": 1}', '{"step": 1.5, "loss": 1}', '{"step": -1, "loss": 1}',
     '{"step": 9223372036854775808, "loss": 1}',
 ]  # fmt: skip
+
+
+def test_every_run_is_in_the_legend():
+    """One without validation text has no line in the first panel."""
+    lines = [{"step": step, "loss": 5 - step / 10} for step in range(1, 9)]
+    runs = {
+        "a": lines,
+        "b": [*lines, {"step": 8, "validation_loss": 4.5}],
+        "c": lines,
+        "none": [{"step": 1, "lr": 0.1}],
+    }
+    figure = plot_runs(runs, ["validation_loss", "loss"], "step")
+    (legend,) = filter(None, (axes.get_legend() for axes in figure.axes))
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b", "c"]
+    colors = {line.get_label(): line.get_color() for line in figure.axes[1].lines}
+    assert [line.get_color() for line in legend.get_lines()] == [colors[run] for run in "abc"]
 
 
 def test_odd_lines_are_passed_over(runs, tmp_path, capsys):
