@@ -624,7 +624,8 @@ class Run:
             if self.accelerator.is_main_process:
                 if self.checkpoint is not None:
                     self.folder.reopen(self.state.step)
-                    write_whole(self.folder.path / ARGUMENTS, to_yaml(*self.arguments))
+                    if self._progress(self.state.step, self.state.seconds) < 1:  # else these trained nothing
+                        write_whole(self.folder.path / ARGUMENTS, to_yaml(*self.arguments))
                 else:
                     self.folder.open(to_yaml(*self.arguments))
             self.accelerator.wait_for_everyone()

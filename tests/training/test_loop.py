@@ -484,10 +484,14 @@ def test_a_run_that_has_come_to_its_end(train, monkeypatch, capsys):
     flags = [*RESUMABLE, "--min-learning-rate-ratio", 1, "--warmup-steps", 0, "--resume", "auto", "--max-steps"]
     run = train(*flags, 3)
     lines, before = (run / "metrics.jsonl").read_text(), weights(run)
+    arguments = (run / "train.yaml").read_text()
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(Run, "_step", None)
         patch.setattr(Run, "evaluate", None)
+        train(*flags, 2)  # fewer, by which it was not trained
+        assert (run / "train.yaml").read_text() == arguments
+        capsys.readouterr()
         train(*flags, 3)
     out = capsys.readouterr().out
     assert "the run has come to its end, after step 3, before: there is nothing to train" in out
@@ -495,7 +499,7 @@ def test_a_run_that_has_come_to_its_end(train, monkeypatch, capsys):
     assert (run / "metrics.jsonl").read_text() == lines and same(weights(run), before)
 
     train(*flags, 6)
-    assert same(weights(run), weights(longer))
+    assert same(weights(run), weights(longer)) and "max_steps: 6" in (run / "train.yaml").read_text()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("reentrant call inside stderr"), OSError("the terminal is gone")])
