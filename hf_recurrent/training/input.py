@@ -1,5 +1,6 @@
 """A corpus as the rows that a run reads."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from ..messages import counted
 from .checkpoints import reading
 from .data_arguments import DataArguments
-from .documents import Corpus, Part
+from .documents import Corpus, Document, Documents, Part
 from .mixing import MixedRows
 from .progress import progress_bar
 from .rows import Place, ShuffledRows, StreamedRows
@@ -31,7 +32,7 @@ def build_rows(
     """Tokenise what is not streamed.
 
     Args:
-        visible: whether to show progress.
+        visible: whether to show progress, and warn where a document has the mark of a document's end in it.
         checkpoint: what to go on from.
 
     Raises:
@@ -44,8 +45,28 @@ def build_rows(
             with reading(checkpoint):
                 start = Place.load(checkpoint / PLACE.format(number))
         # Each source is shuffled in its own way.
-        parts.append(_part(part, tokenizer, args, seed + number, visible, start))
+        documents = _watched(part, tokenizer.eos_token) if visible else part.train
+        parts.append(_part(part, documents, tokenizer, args, seed + number, visible, start))
     return parts[0] if len(parts) == 1 else MixedRows(parts, [part.weight for part in corpus.parts], seed)
+
+
+def _watched(part: Part, mark: str) -> Documents:
+    """The documents to train on of a source; the first one that has the end-of-text mark in it is warned of. (To look
+    for it takes a thousandth of the time of tokenising.)"""
+    found = False
+
+    def look(document: Document) -> Document:
+        nonlocal found
+        if not found and mark in document.text:
+            found = True
+            warnings.warn(
+                f"{part.description}: {mark} stands in a text, where it is read as characters and ends no document: "
+                "only files and records are told apart",
+                stacklevel=2,
+            )
+        return document
+
+    return part.train.each(look)
 
 
 def save_places(rows: Rows, checkpoint: Path) -> None:
@@ -56,12 +77,18 @@ def save_places(rows: Rows, checkpoint: Path) -> None:
 
 
 def _part(
-    part: Part, tokenizer, args: DataArguments, seed: int, visible: bool, start: Place | None
+    part: Part,
+    documents: Documents,
+    tokenizer: PreTrainedTokenizerBase,
+    args: DataArguments,
+    seed: int,
+    visible: bool,
+    start: Place | None,
 ) -> ShuffledRows | StreamedRows:
     length, packing, name = args.sequence_length, args.packing, part.description
     if part.streaming:
-        return StreamedRows(part.train, tokenizer, length, packing, name, start)
-    stream = tokenised(tokenizer, part.train, "tokenising" if visible else None, cache=args.token_cache)
+        return StreamedRows(documents, tokenizer, length, packing, name, start)
+    stream = tokenised(tokenizer, documents, "tokenising" if visible else None, cache=args.token_cache)
     return ShuffledRows(stream, length, seed, packing, name)
 
 

@@ -18,7 +18,7 @@ from transformers import ByT5Tokenizer
 
 from hf_recurrent.modeling.model import IGNORED
 from hf_recurrent.training.arguments import DataArguments
-from hf_recurrent.training.documents import Documents, in_random_order, in_validation, split
+from hf_recurrent.training.documents import Corpus, Documents, Part, in_random_order, in_validation, split
 from hf_recurrent.training.input import build_rows
 from hf_recurrent.training.mixing import BLOCK, MixedRows
 from hf_recurrent.training.rows import Place, ShuffledRows, StreamedRows, count_rows, count_targets, pack, pad
@@ -599,6 +599,24 @@ def test_a_file_is_not_trained_on_and_validated_on(tmp_path):
         assert str(error.value) == message
     args = DataArguments(data_files=[str(file)], validation_files=[str(other)])
     assert texts_of(load_corpus(args, seed=0).validation) == ["two"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_end_of_text_that_is_written_out_is_told_once(streaming, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_RECURRENT_CACHE", str(tmp_path))
+    tokenizer, args = byte_tokenizer(), DataArguments(sequence_length=8)
+    joined = Part("joined.txt", documents("a tale", "one<|endoftext|>two", "three<|endoftext|>"), streaming=streaming)
+    for _ in range(2):  # from the cache, too
+        with pytest.warns(UserWarning) as warned:
+            rows = build_rows(Corpus([joined], None), tokenizer, args, seed=0)
+        (message,) = (str(one.message) for one in warned)
+        assert message.startswith("joined.txt: <|endoftext|> stands in a text, where it is read as characters")
+    ids = np.concatenate([rows.take(row, 1)["input_ids"][0] for row in range(4)])
+    assert (ids == ord("<")).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_rows(Corpus([joined], None), tokenizer, args, seed=0, visible=False)  # another process tells it
+        build_rows(Corpus([Part("plain.txt", documents("a <|end|> b"))], None), tokenizer, args, seed=0)
 
 
 def test_a_file_that_is_given_several_times_is_told(tmp_path):
