@@ -79,6 +79,11 @@ class TaskRun:
         return DEFAULT_CONFIG | self.result["config"]
 
     @property
+    def extended(self) -> list[dict]:
+        """Where it went on with another number of steps: the "step", and the "max_steps" until then."""
+        return self.result.get("extended", [])
+
+    @property
     def training(self) -> str:
         """Equal for runs that differ in their seeds alone: their own, and those of the runs that they began with."""
         return _training(self.chain)
@@ -95,7 +100,7 @@ class TaskRun:
 def _training(chain: list[TaskRun], without: str | None = None) -> str:
     of_each = [
         [
-            [*(run.result[name] for name in ALIKE), run.result.get("division")],
+            [*(run.result[name] for name in ALIKE), run.result.get("division"), run.extended],
             run.result["parameters"] if without is None else None,
             *({name: value for name, value in kind.items() if name != without} for kind in (run.sizes, run.config)),
         ]
@@ -264,6 +269,10 @@ def _task(runs: Runs, folder: Path, name: str) -> None:
     start = result.get("start_from")
     if start is not None and not (isinstance(start, str) and start and "\0" not in start):
         raise Unreadable(f"{TASK} has a start_from that is no path")
+    extended = result.get("extended", [])
+    whole = isinstance(extended, list) and all(isinstance(part, dict) for part in extended)
+    if not whole or not all(is_number(part.get(key), int, 1) for part in extended for key in ("step", "max_steps")):
+        raise Unreadable(f"{TASK} does not say at which steps it was extended")
     if not isinstance(result.get("division"), str | None):
         raise Unreadable(f"{TASK} has a division that is no name")
     if result["task"] not in TRAINABLE:

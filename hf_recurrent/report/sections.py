@@ -84,7 +84,7 @@ def sections(runs: Runs, with_papers: bool = False) -> list[Section]:
     if runs.tasks:
         # A run after the one whose weights it began with.
         ordered = dict.fromkeys(one for run in runs.tasks for one in reversed(run.chain))
-        found.append(Section("Commands", [Code([command(run) for run in ordered])]))
+        found.append(Section("Commands", [Code([line for run in ordered for line in commands(run)])]))
     if runs.passed_over:
         rows = [[name, why] for name, why in runs.passed_over]
         found.append(Section("Passed over", [Table(["folder", "why"], rows)]))
@@ -126,8 +126,15 @@ def _after(group: Group) -> str | None:
 
 
 def _steps(group: Group) -> str:
-    result, after = group.first, _after(group)
-    return f"{result['max_steps']:,} × {result['batch_size']:,}" + (f", after {after}" if after else "")
+    result, after, extended = group.first, _after(group), _extended(group.runs[0])
+    steps = f"{result['max_steps']:,} × {result['batch_size']:,}"
+    return steps + (f", extended at {extended}" if extended else "") + (f", after {after}" if after else "")
+
+
+def _extended(run: TaskRun) -> str | None:
+    """At which steps: 1,000 and 2,000 of 2,500, where it had not come to their end."""
+    ends = [(part["step"], part["max_steps"]) for part in run.extended]
+    return " and ".join(f"{at:,}" if at == end else f"{at:,} of {end:,}" for at, end in ends) or None
 
 
 def _rate(result: dict) -> str:
@@ -192,6 +199,7 @@ def _labelled(found: list[Group], without: tuple[str, ...] = ()) -> dict[str, Gr
         # The pendulum has "steps" of its own.
         training = {"training steps": first["max_steps"], "batch": first["batch_size"], "lr": first["learning_rate"]}
         training |= {"decay": first["weight_decay"], "examples": first["eval_examples"], "after": _after(group)}
+        training["extended at"] = _extended(group.runs[0])
         fact |= training
         facts.append({name: value for name, value in fact.items() if name not in without})
     names = list(dict.fromkeys(name for fact in facts for name in fact))
@@ -357,8 +365,16 @@ def _evaluations(found: list[Measured]) -> Section:
     return Section("lm-eval", parts)
 
 
-def command(run: TaskRun) -> str:
-    """What was typed, or as good as."""
+def commands(run: TaskRun) -> list[str]:
+    """What was typed, or as good as: a line for each number of steps."""
+    lines = []
+    for part in run.extended:
+        stopped = "" if part["step"] == part["max_steps"] else f"  # stopped after step {part['step']:,}"
+        lines.append(_command(run, part["max_steps"], go_on=bool(lines)) + stopped)
+    return [*lines, _command(run, run.result["max_steps"], go_on=bool(lines))]
+
+
+def _command(run: TaskRun, max_steps: int, *, go_on: bool) -> str:
     result, text = run.result, lambda value: json.dumps(value) if not isinstance(value, str) else value
     sizes = {name: value for name, value in result["sizes"].items() if value is not None}
     pairs = {"sizes": ",".join(f"{k}={text(v)}" for k, v in sizes.items())}
@@ -372,10 +388,12 @@ def command(run: TaskRun) -> str:
     }  # fmt: skip
     for name in ("max_steps", "batch_size", "learning_rate", "weight_decay", "eval_examples", "seed"):
         flags[f"--{name.replace('_', '-')}"] = None if LEFT_OUT.get(name) == result[name] else result[name]
+    flags["--max-steps"] = max_steps
     flags["--start-from"] = run.start if run.earlier is None else _output(run.earlier)
     flags["--output-dir"] = _output(run)
     words = [word for flag, value in flags.items() if value not in (None, "") for word in (flag, str(value))]
-    return shlex.join(["hf-recurrent", "train", *words, *(["--cpu"] if result.get("device") == "cpu" else [])])
+    words += ["--cpu"] if result.get("device") == "cpu" else []
+    return shlex.join(["hf-recurrent", "train", *words, *(["--resume"] if go_on else [])])
 
 
 def _output(run: TaskRun) -> str:

@@ -33,12 +33,14 @@ class Progress:
         seconds: time spent, interruptions not counted.
         curve: what was measured.
         losses: of the steps since then.
+        extended: where it went on with another number of steps: the "step", and the "max_steps" until then.
     """
 
     step: int = 0
     seconds: float = 0.0
     curve: list[dict] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
+    extended: list[dict] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -124,3 +126,5 @@ def load(folder: TaskFolder, training: TaskTraining, run: Trained) -> None:
         raise ValueError(
             f"--max-steps must be above {run.progress.step}, where {checkpoint} is, got {training.max_steps}"
         )
+    if training.max_steps != then.get("max_steps"):
+        run.progress.extended.append({"step": run.progress.step, "max_steps": then.get("max_steps")})

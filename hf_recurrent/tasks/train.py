@@ -67,8 +67,9 @@ def train_task(
     Returns:
         The training's arguments and `division`, "parameters", "metric": its name, under which the last one is, "curve":
         for each measurement step, loss (the mean since the one before) and metric; of tones also "half_rate", as
-        `at_half_rate` says; "seconds", of all of it, "device" and "machine". After a signal instead "interrupted", its
-        number, and "step", after which it ended.
+        `at_half_rate` says; where it went on with another number of steps "extended", a list of the "step" and the
+        "max_steps" until then; "seconds", of all of it, "device" and "machine". After a signal instead "interrupted",
+        its number, and "step", after which it ended.
 
     Raises:
         ValueError: what `TaskTraining.create_model` raises; `save_steps` below 0 or `keep_checkpoints` below 1; a
@@ -212,6 +213,7 @@ def _result(training: TaskTraining, run: Trained, device: torch.device | str) ->
         "metric": training.metric,
         training.metric: run.progress.curve[-1][training.metric],
         "curve": run.progress.curve,
+        **({"extended": run.progress.extended} if run.progress.extended else {}),
         **({"half_rate": at_half_rate(run.model, training)} if training.task == "tones" else {}),
         "seconds": round(run.progress.seconds, 3),
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu",

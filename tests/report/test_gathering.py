@@ -1,5 +1,6 @@
 """`hf-recurrent report`: runs of every kind in one page, and what cannot be used named there."""
 
+import dataclasses
 import html.parser
 import json
 import math
@@ -15,7 +16,8 @@ from matplotlib.figure import Figure
 
 from hf_recurrent import cli
 from hf_recurrent.report import gather, pictures, write_report
-from hf_recurrent.report.sections import command, groups, sections
+from hf_recurrent.report.sections import commands as commands_of
+from hf_recurrent.report.sections import groups, sections
 from hf_recurrent.tasks.settings import TaskTraining
 from hf_recurrent.tasks.train import train_task
 
@@ -117,7 +119,8 @@ def test_what_is_gathered(runs):
 def test_the_commands_are_those_of_the_runs(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (run,) = (run for run in gather([runs]).tasks if run.name == "recall-8-12")
-    words = command(run).split()
+    (line,) = commands_of(run)
+    words = line.split()
     assert words[:2] == ["hf-recurrent", "train"] and "--cpu" in words
     assert cli.main(words[1:]) == 0
     again = json.loads((tmp_path / "runs" / "recall-8-12" / "task.json").read_text())
@@ -232,6 +235,32 @@ def test_a_copy_of_a_run_is_no_other_seed(tmp_path):
     assert runs.passed_over == [("copy", "the same training with the same seed as a, which counts once")]
     first, second = groups(runs.tasks)
     assert (len(first.runs), first.mean, first.deviation) == (2, pytest.approx(0.6), pytest.approx(stdev([0.5, 0.7])))
+
+
+def test_a_run_that_was_extended_is_another_training(tmp_path):
+    training = TaskTraining("listops", {"shortest": 5, "longest": 8}, max_steps=3, batch_size=2, eval_examples=2)
+    train_task(training, tmp_path / "whole")
+    for steps in (1, 2, 3):
+        extended = dataclasses.replace(training, max_steps=steps)
+        train_task(extended, tmp_path / "extended", resume="auto")
+    assert "extended" not in json.loads((tmp_path / "whole" / "task.json").read_text())
+    found = gather([tmp_path])
+    assert not found.passed_over
+    table = sections(found)[1].parts[0]
+    steps = table.columns.index("steps × batch")
+    assert sorted(row[steps] for row in table.rows) == ["3 × 2", "3 × 2, extended at 1 and 2"]
+    words = [words for words in commands(found) if "runs/extended" in words]
+    assert [each[each.index("--max-steps") + 1] for each in words] == ["1", "2", "3"]
+    assert ["--resume" in each for each in words] == [False, True, True]
+    odd = gathered(
+        tmp_path / "odd",
+        stopped={"extended": [{"step": 1000, "max_steps": 2500}], "max_steps": 3000},
+        **{f"odd-{i}": {"extended": x} for i, x in enumerate((7, [7], [{"step": 1}], [{"step": 0.5, "max_steps": 2}]))},
+    )
+    ((row,), _) = section(odd)
+    assert row["steps × batch"] == "3,000 × 2, extended at 1,000 of 2,500"
+    assert commands(odd)[0][-5:] == ["#", "stopped", "after", "step", "1,000"]
+    assert {why for _, why in odd.passed_over} == {"task.json does not say at which steps it was extended"}
 
 
 def test_digits_that_were_divided_otherwise_are_told_apart(tmp_path):
@@ -402,7 +431,8 @@ def test_a_command_stands_behind_the_one_that_it_goes_on_from(tmp_path):
 
 def test_a_command_drops_defaults_alone(tmp_path):
     (run,) = gathered(tmp_path, a={"learning_rate": 0, "weight_decay": 0.0, "sizes": {"noise": 0.0}}).tasks
-    words = command(run).split()
+    (line,) = commands_of(run)
+    words = line.split()
     assert words[words.index("--learning-rate") + 1] == "0" and words[words.index("--task-args") + 1] == "noise=0.0"
     assert not {"--weight-decay", "--seed", "--start-from"} & set(words)
 
@@ -616,4 +646,5 @@ def test_a_run_on_digits(tmp_path, sizes, value):
     rows, _ = section(runs)
     assert sorted((row["seeds"], row["the paper's"]) for row in rows) == [("1", value), ("2", value)]
     assert {row["task's sizes"] for row in rows} == {"permutation 0" if sizes.get("permutation") == 0 else ""}
-    assert "folder=/data/mnist" in command(runs.tasks[0]) and "null" not in command(runs.tasks[0])
+    (line,) = commands_of(runs.tasks[0])
+    assert "folder=/data/mnist" in line and "null" not in line
