@@ -80,6 +80,7 @@ def test_help_on_tasks_without_a_name(capsys):
 
 def test_mistakes(run, model, tmp_path):
     assert "unknown command trian; the nearest valid one is train" in run("trian", status=2)
+    assert "unknown command xyz; expected one of train, generate, plot," in run("xyz", status=2)
     assert "unknown flag --modle; the nearest valid one is --model" in run("generate", "--modle", "x", status=2)
     assert "unknown flag --jsn; the nearest valid one is --json" in run("info", "--jsn", status=2)
     assert "required: --prompt" in run("generate", "--model", model, status=2)
@@ -698,6 +699,7 @@ def test_info_on_what_is_no_preset(run, model):
     refusal = run("info", "--preset", "longhorn-120m", status=2)
     assert "--preset longhorn-120m: no such preset; the nearest valid one is longhorn-1" in refusal
     assert all(name in refusal for name in PRESETS)
+    assert "--preset xyz: no such preset; known: " in run("info", "--preset", "xyz", status=2)
     assert "--preset: not allowed with argument --model" in run("info", "--model", model, "--preset", "x", status=2)
 
 

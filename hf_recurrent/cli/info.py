@@ -95,7 +95,9 @@ def _preset_facts(name: str) -> dict[str, object]:
 
     presets = {preset: config_class for config_class in FAMILIES for preset in config_class.presets}
     if name not in presets:
-        raise CommandLineError(f"--preset {name}: no such preset{nearest(name, presets)}; known: {', '.join(presets)}")
+        raise CommandLineError(
+            f"--preset {name}: no such preset{nearest(name, presets, listed=False)}; known: {', '.join(presets)}"
+        )
     config = presets[name].from_preset(name)
     if getattr(config, "image_size", None) is not None:
         auto_class = AutoModelForImageClassification

@@ -51,7 +51,7 @@ examples:
         const="newest",
         metavar="auto",
         help="go on from the newest whole checkpoint in --output-dir; with auto, begin anew where there is none; "
-        "where the run has finished, print its result",
+        "where the run has finished, go on for more --max-steps, or print its result",
     )
     add(
         "--save-steps",

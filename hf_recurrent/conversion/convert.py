@@ -58,7 +58,9 @@ def convert(
     source, dest = Path(source), Path(dest)
     for flag, name in (("--from", from_format), ("--to", to_format)):
         if name is not None and name not in FORMATS:
-            raise Refused(f"{flag} {name}: no such format{nearest(name, FORMATS)}; known: {', '.join(FORMATS)}")
+            raise Refused(
+                f"{flag} {name}: no such format{nearest(name, FORMATS, listed=False)}; known: {', '.join(FORMATS)}"
+            )
     if dtype is not None and dtype not in DTYPES:
         raise Refused(f"--dtype {dtype}: no such dtype{nearest(dtype, DTYPES)}")
     ours = _is_ours(source)

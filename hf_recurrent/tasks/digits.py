@@ -114,6 +114,11 @@ def division(folder: str) -> str | None:
     return None if _is_whole(folder) else "mixed"
 
 
+def count(folder: str, split: str) -> int:
+    """How many digits a split has. Raises what `digits_of_folder` does."""
+    return len(_split(folder, split)[0])
+
+
 def _is_whole(folder: str) -> bool:
     return _found(folder, "train-images") is not None
 
@@ -132,12 +137,16 @@ def _found(folder: str, kind: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
+def _names(part: str) -> str:
+    return f"{part}-images-idx3-ubyte and {part}-labels-idx1-ubyte"
+
+
 @functools.lru_cache(maxsize=4)
 def _read(folder: str, part: str, *, mix: bool) -> tuple[np.ndarray, np.ndarray]:
     files = [_found(folder, f"{part}-{kind}") for kind in ("images", "labels")]
     if None in files:
-        names = " and ".join(f"{part}-{kind}-ubyte" for kind in ("images-idx3", "labels-idx1"))
-        raise FileNotFoundError(f"{folder}: expected {names} there, as they are or with .gz")
+        others = f", or {_names('train')}," if mix else ""
+        raise FileNotFoundError(f"{folder}: expected {_names(part)}{others} there, as they are or with .gz")
     images, classes = map(read_idx, files)
     if images.ndim != 3 or classes.shape != images.shape[:1] or not images.size:
         raise ValueError(f"{folder}: expected images with a label each, got {images.shape} and {classes.shape}")

@@ -18,7 +18,7 @@ from ..messages import nearest
 from ..modeling.cache import RecurrentCache
 from ..training.model import families, load_model
 from . import defaults, generate
-from .digits import division
+from .digits import count, division
 from .listops import VOCABULARY
 
 TOKEN_TASKS = ("selective_copying", "associative_recall", "memory_horizon", "induction_heads")
@@ -54,7 +54,8 @@ class TaskTraining:
         config: fields of its configuration; the sizes of inputs and outputs are the task's.
         max_steps, batch_size, learning_rate, weight_decay: of AdamW, with a warm-up over a tenth of the steps, then
             half a cosine; gradients are clipped to the norm 1.
-        eval_examples: of the validation split, on which `metric` is measured, `evaluations` times in equal steps.
+        eval_examples: of the validation split, on which `metric` is measured, `evaluations` times in steps as equal as
+            whole numbers allow, or after each where there are fewer.
         seed: of the weights and the examples.
         start_from: a folder with the model of an earlier run, of the same family and configuration, whose weights this
             one starts from, with a new optimiser: for a curriculum, from short examples to long ones. With that run's
@@ -92,7 +93,17 @@ class TaskTraining:
             raise ValueError(f"--model-type {self.model_type}: no such family{nearest(self.model_type, configs)}")
         generate(self.task, 1, **self.sizes)  # what does not fit is refused before any work
         if self.task == "tones":
-            generate(self.task, 1, **half_rate(self.sizes))
+            try:
+                generate(self.task, 1, **half_rate(self.sizes))
+            except ValueError as error:
+                raise ValueError(f"{error}, at half the rate, at which the trained model is measured too") from None
+        if self.task == "digits":
+            for flag, got, split in (
+                ("--batch-size", self.batch_size, "train"),
+                ("--eval-examples", self.eval_examples, "validation"),
+            ):
+                if got > (most := count(self.sizes["folder"], split)):
+                    raise ValueError(f"{flag} must be at most {most}, the digits of the {split} split, got {got}")
 
     def create_model(self) -> PreTrainedModel:
         """A new model for the task.

@@ -120,7 +120,6 @@ def _train(
         resumed(run.progress.step)
     before, started = run.progress.seconds, time.perf_counter()
     held_out = generate(training.task, training.eval_examples, training.seed, "validation", **training.sizes)
-    every = max(1, training.max_steps // training.evaluations)
 
     def to_save(stopped: int) -> bool:
         step = run.progress.step
@@ -131,7 +130,7 @@ def _train(
         while run.progress.step < training.max_steps and not stopped:
             loss, measured = _step(training, run), None
             step = run.progress.step
-            if step % every == 0 or step == training.max_steps:
+            if step * training.evaluations % training.max_steps < training.evaluations:
                 measured = measure(run.model, held_out, training.batch_size)
                 line = {"step": step, "loss": float(np.mean(run.progress.losses)), training.metric: measured}
                 run.progress.curve.append(line)

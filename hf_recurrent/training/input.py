@@ -134,9 +134,9 @@ def _size(rows: ShuffledRows | StreamedRows) -> str:
     if isinstance(rows, StreamedRows):
         return ""
     stream, length = rows.stream, rows.sequence_length
-    text = f": {counted(len(stream.tokens), 'token')} in {counted(len(stream.starts), 'document')} to train on"
+    kept = stream.lengths if rows.packing else stream.lengths.clip(max=length)
+    text = f": {counted(int(kept.sum()), 'token')} in {counted(len(kept), 'document')} to train on"
     if not rows.packing:
-        kept = stream.lengths.clip(max=length)
         cut, padding = (stream.lengths > length).sum(), 1 - kept.sum() / (length * len(kept))
         text += f", {counted(int(cut), 'document')} cut off, {padding:.1%} of the rows padding"
     return text

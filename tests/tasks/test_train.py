@@ -271,6 +271,23 @@ def test_a_training_that_was_killed_behind_its_last_checkpoint_ends(tmp_path):
     assert json.loads((tmp_path / "run" / "task.json").read_text()) == result
 
 
+def test_more_digits_than_there_are(small, capsys):
+    flags = ["train", "--task", "digits", "--task-args", f"folder={small['digits']['folder']}"]
+    for flag, value, most in (
+        ("--batch-size", 401, "400, the digits of the train split"),
+        ("--eval-examples", 51, "50, "),
+    ):
+        assert cli.main([*flags, "--eval-examples", "50", flag, str(value)]) == 2
+        said = capsys.readouterr().err
+        assert f"{flag} must be at most {most}" in said and said.endswith(f"got {value}\n")
+
+
+@pytest.mark.parametrize("steps, at", [(19, [2, 4, 6, 8, 10, 12, 14, 16, 18, 19]), (3, [1, 2, 3])])
+def test_a_metric_is_measured_as_often_as_is_said(steps, at):
+    training = TaskTraining("listops", SMALL["listops"], None, {"hidden_size": 8}, steps, 2, eval_examples=2)
+    assert [row["step"] for row in train_task(training)["curve"]] == at
+
+
 def test_digits_that_were_divided_otherwise(small, tmp_path):
     """Where an older version has written the run, or train files have been added."""
     config = {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 4, "num_blocks": 1}
@@ -333,9 +350,18 @@ def test_an_earlier_run_stays_until_another_has_saved(tmp_path):
         (["--task", "listops", "--max-steps", "0"], "--max-steps: must be at least 1"),
         (["--task", "listops", "--seed", "-1"], "--seed"),
         (["--task", "listop"], "--task listop: cannot be trained on here; the nearest valid one is listops"),
+        (["--task", "nosuch"], "cannot be trained on here; expected one of selective_copying, associative_recall, "),
+        (
+            ["--task", "listops", "--model-type", "x"],
+            "--model-type x: no such family; expected one of gateloop, longhorn",
+        ),
         (["--task", "pendulum", "--model-type", "mingru"], "--model-type mingru: pendulum is read as numbers"),
         (["--task", "pendulum", "--config-overrides", "input_size=3"], "input_size is not a field"),
-        (["--task", "tones", "--task-args", "rate=3000"], "rate / decimation must be at least 2400"),
+        (
+            ["--task", "tones", "--task-args", "rate=3000"],
+            "rate / decimation must be at least 2400 for tones up to 1200 Hz, got 1500, at half the rate, at which",
+        ),
+        (["--task", "tones", "--task-args", "rate=2000"], "for tones up to 1200 Hz, got 2000\n"),
         (["--task", "listops", "--model-type", "mamba"], "--model-type mamba: is compared on selective_copying, "),
         (["--task", "memory_horizon", "--model-type", "mambo"], "no such family; the nearest valid one is mamba"),
         (["--task", "listops", "--task-args", "depth=3"], "listops has no argument 'depth'"),

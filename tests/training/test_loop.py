@@ -334,7 +334,8 @@ def test_documents_without_packing(text, tmp_path, capsys):
     flags += ["--output-dir", str(tmp_path / "run"), "--sequence-length", "12", "--max-steps", "1"]
     run = Run(*arguments.parse([*TINY, *flags, "--batch-size", "15", "--gradient-accumulation-steps", "2"]))
     cut = sum(len(text) + 2 > 12 for text in texts)
-    assert f"{cut} documents cut off, " in capsys.readouterr().out
+    said, kept = capsys.readouterr().out, sum(min(len(text) + 2, 12) for text in texts)
+    assert f": {kept} tokens in 30 documents to train on, {cut} documents cut off, " in said
     nats = count = 0
     with torch.no_grad():
         for document in texts:
