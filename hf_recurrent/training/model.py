@@ -17,7 +17,7 @@ from ..modeling import FAMILIES
 from ..modeling.model import RecurrentPreTrainedModel
 from ..parallel.context import check_split_config
 from .arguments import DataArguments, ModelArguments, TrainArguments, flag
-from .tokenizer import TokenizerSize, tokenizer_size
+from .tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, TokenizerSize, tokenizer_size
 
 # Small enough for two CPU cores; a family's own defaults are those of its paper's smaller language models.
 DEFAULT_MODEL_TYPE = "mingru"
@@ -206,6 +206,11 @@ def check_fit(tokenizer: TokenizerSize, config: PreTrainedConfig) -> None:
         ValueError: the tokenizer has more tokens than the model, or others mark where texts begin and end.
     """
     if tokenizer.size > config.vocab_size:
+        if (tokenizer.size, config.vocab_size) == (MIN_VOCAB_SIZE, MIN_VOCAB_SIZE - 1):
+            raise ValueError(
+                f"the tokenizer does not fit the model: the model's vocabulary is of {config.vocab_size} bytes alone, "
+                f"and training needs {END_OF_TEXT} beside them, to mark where documents end"
+            )
         raise ValueError(
             f"the tokenizer does not fit the model: it has {tokenizer.size} tokens, the model's vocabulary has "
             f"{config.vocab_size}"

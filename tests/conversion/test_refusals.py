@@ -276,6 +276,9 @@ def test_a_model_of_bytes_alone_writes_and_is_measured(run, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("naïve")
     assert cli.main(["train", *model, "--data-files", str(tmp_path / "text.txt"), "--max-steps", "1"]) == 2
     assert "y: its tokenizer has no end-of-sequence token to mark where documents end" in capsys.readouterr().err
+    flags = ["--tokenizer", "bytes", "--data-files", str(tmp_path / "text.txt"), "--max-steps", "1"]
+    assert cli.main(["train", *model, *flags]) == 2
+    assert "of 256 bytes alone, and training needs <|endoftext|> beside them" in capsys.readouterr().err
 
 
 def test_the_command_knows_every_option():
