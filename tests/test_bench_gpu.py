@@ -36,6 +36,7 @@ def test_every_section_runs(gpu, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu_check, "SMALL_SHAPES", [(2, 9, 5)])
     monkeypatch.setattr(gpu_check, "SMALL_LONGHORN_SHAPES", [(2, 9, 5, 3)])
     monkeypatch.setattr(gpu_check, "SMALL_HEADS_SHAPES", [(2, 9, 2, 4, 4)])
+    monkeypatch.setattr(gpu_check, "SMALL_ELEMENTWISE_SHAPES", [(2, 9, 8)])
     monkeypatch.setattr(gpu_timing, "_repeated", lambda run, seconds, fewest: run())
     status = gpu.main(["--device", "cpu", "--tiny", "--output", str(tmp_path)])
     document = json.loads((tmp_path / "no-gpu-tiny.json").read_text())

@@ -19,6 +19,7 @@ def hub(monkeypatch, tmp_path_factory):
     server = FakeHub()
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made once, for the endpoint of then
     template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
