@@ -33,7 +33,6 @@ class LanguageModelHead(nn.Linear):
                 in one call of this module, around which FSDP and ZeRO gather the weights, and send their gradients,
                 once.
         """
-        known = self.bias is None and not is_parametrized(self)
         weight, bias = self.weight, self.bias
         if missing := _rows_to_alignment(x, weight):
             weight, bias = F.pad(weight, (0, 0, 0, missing)), bias if bias is None else F.pad(bias, (0, missing))
@@ -44,6 +43,7 @@ class LanguageModelHead(nn.Linear):
 
         if loss is None:
             return project(x)
+        known = self.bias is None and not is_parametrized(self)
         return sum_in_chunks(project, x, labels, loss, chunks, weight if known else None)
 
 

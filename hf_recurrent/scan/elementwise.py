@@ -91,8 +91,9 @@ def _call(
     """`fields`: those of the problem from `out` on."""
     x, inputs = inputs[0], [cpu.rows(t) for t in inputs]
     if x.numel():
-        described = [*map(cpu.describe, inputs), cpu.NOTHING][:_MOST_INPUTS]
-        shared = (*x.shape, cpu.threads_for(x.numel()), *sum(described, ()), cpu.pointer(d), cpu.pointer(m))
+        first, second, third = (*inputs, None)[:_MOST_INPUTS]
+        described = (*cpu.describe(first), *cpu.describe(second), *cpu.describe_if(third))
+        shared = (*x.shape, cpu.threads_for(x.numel()), *described, cpu.pointer(d), cpu.pointer(m))
         number = list(FUNCTIONS).index(function)
         cpu.call("elementwise_cpu", "hfr_elementwise", x.dtype, _PROBLEM, (*shared, *fields), number, backwards)
 
@@ -118,22 +119,28 @@ class _Compiled(torch.autograd.Function):
         return None, None, grad_d, None, *grads
 
 
+def _check_shape(name: str, t: Tensor | None, shape: Sequence[int]) -> None:
+    if t is not None and t.shape != shape:
+        raise ValueError(f"{name} must have the shape {tuple(shape)}, got {tuple(t.shape)}")
+
+
 def _apply(plain: Callable, inputs: dict[str, Tensor], d: Tensor | None, m: Tensor | None) -> Tensor:
     """`plain` of inputs, by name, that have the shape of the first."""
     x, *others = inputs.values()
-    channels = x.shape[-1:]
-    shapes = dict.fromkeys(inputs, x.shape) | {"d": channels, "scale": (x.shape[0], 1, *channels)}
-    for (name, shape), t in zip(shapes.items(), (x, *others, d, m), strict=True):
-        if t is not None and t.shape != shape:
-            raise ValueError(f"{name} must have the shape {tuple(shape)}, got {tuple(t.shape)}")
+    for name, t in inputs.items():
+        _check_shape(name, t, x.shape)
+    _check_shape("d", d, x.shape[-1:])
+    _check_shape("scale", m, (x.shape[0], 1, x.shape[-1]))
     given = [t for t in (x, *others, d) if t is not None]
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in given))
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, FakeTensor)
-    backend = "chunked" if traced else choose_backend(None, x.device)
-    elsewhere = any(t.device != x.device for t in (*given, m) if t is not None)  # plain PyTorch refuses them
-    if backend not in ("cpu", "cuda") or elsewhere or dtype not in cpu.REAL:
-        return plain(x, *others, d, m)
     run = _forward if unobserved(*given, m) else _Compiled.apply
+    if run is not _forward:  # else all are on the CPU, and nothing traces them
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, FakeTensor)
+        if traced or any(t.device != x.device for t in (*given, m) if t is not None):  # plain PyTorch refuses these
+            return plain(x, *others, d, m)
+    backend = choose_backend(None, x.device)
+    if backend not in ("cpu", "cuda") or dtype not in cpu.REAL:
+        return plain(x, *others, d, m)
     return run(plain, backend, d, m, *(t.to(dtype) for t in (x, *others)))
 
 
