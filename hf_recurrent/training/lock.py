@@ -5,6 +5,7 @@ import io
 import os
 import re
 import socket
+import time
 import weakref
 from pathlib import Path
 
@@ -90,6 +91,11 @@ def _is_there(file: io.FileIO, folder: Path) -> bool:
 
 
 def _holder(file: io.FileIO) -> str:
-    file.seek(0)
-    found = re.match(r"process \d+ on host [\w.-]+", file.read(500).decode("utf-8", "replace"))
-    return f" ({found[0]})" if found else ""
+    """The name that the holder writes just after it has locked the file: what looks between the two waits for it."""
+    for _ in range(ATTEMPTS):
+        file.seek(0)
+        found = re.match(r"process \d+ on host [\w.-]+\n", file.read(500).decode("utf-8", "replace"))
+        if found:
+            return f" ({found[0].rstrip()})"
+        time.sleep(0.02)
+    return ""

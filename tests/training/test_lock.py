@@ -55,6 +55,19 @@ def test_the_second_is_refused_and_nothing_is_left(folder, tmp_path):
     assert free(folder)
 
 
+def test_the_second_waits_for_the_name_of_the_first(folder, monkeypatch):
+    """The name is written just after the lock is taken."""
+    path = folder.path / LOCK
+    name = path.read_bytes()
+    path.write_bytes(b"")
+    monkeypatch.setattr(lock.time, "sleep", lambda _: path.write_bytes(name))
+    assert refused(folder)
+    path.write_bytes(b"")  # on a full disk
+    monkeypatch.setattr(lock.time, "sleep", lambda _: None)
+    with pytest.raises(BlockingIOError, match="is in use by another run$"):
+        RunFolder(str(folder.path)).lock()
+
+
 def test_a_run_clears_up_around_its_lock(folder):
     (folder.path / ".unfinished-abc").mkdir()
     folder.open("seed: 1\n")
