@@ -99,8 +99,8 @@ class Bench:
 
     def _release(self) -> None:
         """Fails where a kernel has spoilt the context, or a graph was left half captured."""
-        gc.collect()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
     def left(self) -> float:

@@ -8,7 +8,12 @@ from hf_recurrent.scan import convolution, cpu, cuda, cuda_kernels, elementwise,
 
 SHIM = Path(__file__).parent
 FLAGS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{SHIM}"]
-UNDEFINED = ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-static-libubsan"]
+UNDEFINED = [
+    "-fsanitize=undefined",
+    "-fno-sanitize=null,object-size,pointer-overflow",
+    "-fno-sanitize-recover=all",
+    "-static-libubsan",
+]
 ENTRIES = {
     "convolution_cuda": ["convolution_forward", "convolution_backward"],
     "elementwise_cuda": ["elementwise_forward", "elementwise_backward"],

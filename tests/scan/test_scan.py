@@ -1,5 +1,6 @@
 """Every backend, cell, dtype and gradient against the float64 loop."""
 
+import itertools
 import math
 
 import pytest
@@ -373,26 +374,28 @@ def test_segments_of_time_that_forget_nothing(three_threads, shape, dtype, rever
     compare(linear, (a, random(*LONG, dtype=dtype)), state, backend="cpu", reverse=reverse)
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize(
     "cell, dtype", [("linear", torch.complex64), *((c, torch.float32) for c in ("linear", *CELLS))]
 )
-def test_segments_of_time_that_are_not_finite(three_threads, cell, dtype, reverse, bad):
+def test_segments_of_time_that_are_not_finite(three_threads, cell, dtype, reverse):
     """What is not finite lasts as long as in the loop: to the end or to a reset, however fast the gates forget."""
     scan, count = CELLS.get(cell, (linear, 2))
-    for where, reset_at in [(30, None), (30, 700), (700, None), (700, 300), (1580, 1100), (None, 700)]:
+    for reset_at, places in [(None, [30, 700]), (700, [30, None]), (300, [700]), (1100, [1580])]:
         inputs = [random(*LONG, dtype=dtype) for _ in range(count)]
         if cell == "linear":
             inputs[0] = coefficients(*LONG, dtype=dtype)
         weights = random(*LONG, dtype=dtype), random(1, LONG[2], dtype=dtype)
         state = random(1, LONG[2], dtype=dtype)
-        if where is None:
-            state[0, 3] = weights[1][0, 4] = bad
-        else:
-            inputs[1 if cell == "linear" else 0][0, where, 3] = weights[0][0, where, 4] = bad
-        reset = torch.zeros(LONG[:2], dtype=torch.bool) if reset_at else None
+        # In channels of their own, which know nothing of each other.
+        for i, (where, bad) in enumerate(itertools.product(places, [float("inf"), float("nan")])):
+            if where is None:
+                state[0, 7 * i + 3] = weights[1][0, 7 * i + 4] = bad
+            else:
+                inputs[cell == "linear"][0, where, 7 * i + 3] = weights[0][0, where, 7 * i + 4] = bad
+        reset = None
         if reset_at:
+            reset = torch.zeros(LONG[:2], dtype=torch.bool)
             reset[0, reset_at] = True
         results = [
             run(scan, inputs, state, weights, reset=reset, reverse=reverse, backend=backend)
