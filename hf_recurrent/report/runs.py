@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import yaml
@@ -69,12 +70,12 @@ class TaskRun:
         """Whose weights it began with: the name of a gathered run, else the folder as it was given."""
         return _given(self) if self.earlier is None else self.earlier.name
 
-    @property
+    @cached_property
     def sizes(self) -> dict:
         """The arguments of the task's function, those that were not given too."""
         return defaults(self.result["task"]) | self.result["sizes"]
 
-    @property
+    @cached_property
     def config(self) -> dict:
         return DEFAULT_CONFIG | self.result["config"]
 
