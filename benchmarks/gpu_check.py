@@ -120,11 +120,15 @@ def _cases(small: bool) -> list[tuple[str, Callable[[str, torch.device], None]]]
     return cases
 
 
+def _width(channels: int, widest: int) -> int:
+    """Channels that a kernel takes at once of a contiguous tensor of so many."""
+    return 1 if channels % widest else widest
+
+
 def _modules_of(scans, shapes, device: torch.device) -> set[cuda_kernels.Module]:
     modules = set()
     for (name, dtype), shape, backward in itertools.product(scans, shapes, (False, True)):
-        wide = cuda.WIDTHS[dtype.itemsize]
-        width = 1 if shape[2] % wide else wide
+        width = _width(shape[2], cuda.WIDTHS[dtype.itemsize])
         modules.add(cuda.division(name, shape, dtype, width, backward, device)[0])
     return modules
 
@@ -147,12 +151,12 @@ def _modules(small: bool, device: torch.device) -> set[cuda_kernels.Module]:
         modules |= {longhorn_cuda.module_for(dtype, m) for dtype in DTYPES}
     for *_, channels, taps in SMALL_CONVOLUTION_SHAPES if small else CONVOLUTION_SHAPES:
         for dtype, silu in itertools.product(DTYPES, (False, True)):
-            wide = convolution_cuda.widest(dtype, taps)
-            modules.add(convolution_cuda.module_for(dtype, taps, 1 if channels % wide else wide, silu))
+            width = _width(channels, convolution_cuda.widest(dtype, taps))
+            modules.add(convolution_cuda.module_for(dtype, taps, width, silu))
     for *_, channels in SMALL_ELEMENTWISE_SHAPES if small else ELEMENTWISE_SHAPES:
         for dtype, name in itertools.product(DTYPES, elementwise.FUNCTIONS.values()):
-            wide = elementwise_cuda.widest(dtype)
-            modules.add(elementwise_cuda.module_for(name, dtype, 1 if channels % wide else wide))
+            width = _width(channels, elementwise_cuda.widest(dtype))
+            modules.add(elementwise_cuda.module_for(name, dtype, width))
     for *_, d_k, d_v in SMALL_HEADS_SHAPES if small else HEADS_SHAPES:
         kinds = [(dtype, torch.complex64) for dtype in DTYPES] + [(DTYPES[0], torch.float32)]
         modules |= {gateloop_heads_cuda.module_for(*kind, d_k, d_v) for kind in kinds}
@@ -374,11 +378,16 @@ def _compile(modules: set[cuda_kernels.Module], device: torch.device, pool: Pool
         How many were not there.
     """
     architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return len(list(pool.run(list(compile_tasks(modules, architecture).values()))))
+
+
+def compile_tasks(modules: set[cuda_kernels.Module], architecture: str) -> dict[cuda_kernels.Module, Callable]:
+    """For a pool's processes: what compiles each of those that are not in the cache."""
     missing = [module for module in modules if not cuda_kernels.is_compiled(module, architecture)]
-    return len(list(pool.run([functools.partial(compile_one, module, architecture) for module in missing])))
+    return {module: functools.partial(_compile_one, module, architecture) for module in missing}
 
 
-def compile_one(module: cuda_kernels.Module, architecture: str) -> None:
+def _compile_one(module: cuda_kernels.Module, architecture: str) -> None:
     cuda_kernels.cubin(module, architecture)
 
 

@@ -7,7 +7,6 @@ registers. Every combination whose numbers fit into them is compiled, and timed 
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -124,11 +123,11 @@ def cases(b: gpu.Bench, patterns: list[str]) -> list[Case]:
 
 
 def compile_all(chosen: list[Case], architecture: str) -> None:
-    modules = {case.module(plan) for case in chosen for plan in case.plans()}
-    missing = [module for module in modules if not cuda_kernels.is_compiled(module, architecture)]
-    tasks = [functools.partial(gpu_check.compile_one, module, architecture) for module in missing]
+    tasks = gpu_check.compile_tasks({case.module(plan) for case in chosen for plan in case.plans()}, architecture)
+    missing = list(tasks)
     with gpu_check.Pool(os.cpu_count() or 1) as pool:
-        for number, error, _ in tqdm(pool.run(tasks), "kernels", len(tasks), leave=False, disable=None):
+        done = pool.run(list(tasks.values()))
+        for number, error, _ in tqdm(done, "kernels", len(tasks), leave=False, disable=None):
             if error is not None:
                 print(f"{missing[number]}: {error}", file=sys.stderr)
 

@@ -21,7 +21,7 @@ THREADS = 256
 ROWS = (32, 16, 8)  # threads of a block side by side where their accesses are wide, the first that is as good as any;
 ROW_OF_SINGLES = 32  # and where they are single
 _AS_GOOD = 0.95
-WIDEST = 32  # bytes of the states that a thread reads or writes at once
+WIDEST_STATES = 32  # bytes of the states that a thread reads or writes at once
 # Whether rows too few to fill the GPU are read once, by blocks that take their tiles in turn, and not twice. That moves
 # 3/5 of the bytes forward, 5/7 backward, but has not been measured yet: benchmarks/gpu.py times both.
 READ_ONCE = False
@@ -131,7 +131,7 @@ def width_for(shape: torch.Size, tensors: list[Tensor], rows: list[Tensor]) -> i
     """WIDTHS' own where each tensor, as if expanded to `shape`, and each of `rows`, contiguous, allow accesses of that
     many channels; else 1."""
     width = WIDTHS[tensors[0].element_size()]
-    if shape[2] % width or any(x.data_ptr() % WIDEST for x in rows):
+    if shape[2] % width or any(x.data_ptr() % WIDEST_STATES for x in rows):
         return 1
     for x in tensors:
         *strides, channel_stride = x.expand(shape).stride()
