@@ -18,7 +18,7 @@ from torch import Tensor
 from . import kernel_cache
 from .buffers import new_grads, summed_to_inputs
 from .cells import BY_NAME
-from .kernel_cache import BackendUnavailable, cached_file, source_identity
+from .kernel_cache import BackendUnavailable, cached_file, source_identity, turned_off
 
 TORCH = Path(torch.__file__).parent
 CELLS = {"linear": 0, "mingru_vanilla": 1, "mingru_positive": 2, "minlstm_vanilla": 3, "minlstm_positive": 4}
@@ -88,6 +88,8 @@ def _cpu_features() -> str:
 def _build(stem: str = "scan_cpu", dtype: torch.dtype = torch.float32, cell: str | None = None) -> Path:
     """The path of the library compiled from csrc/`stem`.cpp for `dtype`, and for a cell of csrc/cells.h where it is for
     one alone; compiles it where the cache lacks it."""
+    if reason := turned_off("cpu"):
+        raise BackendUnavailable(reason)
     compiler = _compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS)
     macros = [f"-DHFR_STORAGE={STORAGES[dtype]}", *([] if cell is None else [f"-DHFR_CELL={cell}"])]

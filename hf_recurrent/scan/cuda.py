@@ -12,7 +12,7 @@ from . import cuda_kernels
 from .buffers import new_grads, summed_to_inputs
 from .cells import BY_NAME, Cell
 from .cuda_kernels import TYPES, Module, Scan, aligned, describe, pointer
-from .kernel_cache import BackendUnavailable
+from .kernel_cache import BackendUnavailable, turned_off
 
 # Channels to a thread where its accesses are wide, by the bytes of an element. csrc/scan_cuda.cu says why.
 WIDTHS = {2: 4, 4: 4, 8: 2, 16: 1}
@@ -111,6 +111,8 @@ def unavailable_reason() -> str | None:
     """
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
+    if reason := turned_off("cuda"):
+        return reason
     if torch.cuda.is_current_stream_capturing():  # and would be told for good that the kernels do not run
         raise RuntimeError("the first scan on a GPU cannot be captured into a CUDA graph: call it once before")
     try:

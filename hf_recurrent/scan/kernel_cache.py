@@ -20,6 +20,20 @@ class BackendUnavailable(RuntimeError):
     """A backend that cannot run here; the message is one line and says why."""
 
 
+def turned_off(device_type: str) -> str | None:
+    """What says that the compiled kernels of "cpu" or "cuda" are not to be used; None where nothing does.
+    $HF_RECURRENT_KERNELS lists those that may be, or is "none": it is for finding out whether kernels are to blame.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    value = os.environ.get("HF_RECURRENT_KERNELS") or "cpu,cuda"
+    names = [name.strip().lower() for name in value.split(",")]
+    if names != ["none"] and not {"cpu", "cuda"}.issuperset(names):
+        raise ValueError(f"$HF_RECURRENT_KERNELS must be cpu, cuda, both with a comma between, or none; got {value!r}")
+    return None if device_type in names else f"left out by HF_RECURRENT_KERNELS={value}"
+
+
 def cache_folder() -> Path:
     """$HF_RECURRENT_CACHE, else hf_recurrent in $XDG_CACHE_HOME or ~/.cache."""
     if folder := os.environ.get("HF_RECURRENT_CACHE"):

@@ -19,7 +19,7 @@ from .cells import (
     MINLSTM_VANILLA,
     Cell,
 )
-from .kernel_cache import BackendUnavailable
+from .kernel_cache import BackendUnavailable, turned_off
 from .reference import STATE_DTYPES, linear_scan_loop
 from .unobserved import unobserved
 
@@ -167,6 +167,8 @@ def _unavailable_reason(backend: str) -> str | None:
 
 @torch.compiler.assume_constant_result
 def _warn_of_fallback(backend: str, reason: str) -> None:
+    if turned_off(backend):  # by who knows it
+        return
     _warn_once(
         "hf_recurrent runs its scans in plain PyTorch (backend 'chunked'), several times slower: "
         f"{reason}. {ADVICE[backend]}"

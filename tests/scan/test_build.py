@@ -138,6 +138,49 @@ def test_no_compiler_at_all(tmp_path):
     assert len(messages) == 1
 
 
+EVERYTHING = """
+import torch
+from hf_recurrent import GateLoopConfig, GateLoopForCausalLM, LonghornConfig, LonghornForCausalLM, MinGRUConfig
+from hf_recurrent import MinGRUForCausalLM, MinLSTMConfig, MinLSTMForCausalLM, S5Config, S5ForCausalLM
+sizes, ids = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 7}, torch.randint(7, (2, 5))
+for config, model in [
+    (GateLoopConfig(**sizes), GateLoopForCausalLM),
+    (GateLoopConfig(**sizes, num_attention_heads=2), GateLoopForCausalLM),
+    (LonghornConfig(**sizes), LonghornForCausalLM), (MinGRUConfig(**sizes), MinGRUForCausalLM),
+    (MinLSTMConfig(**sizes), MinLSTMForCausalLM), (S5Config(**sizes), S5ForCausalLM),
+]:
+    model = model(config)
+    model(ids, labels=ids).loss.backward()
+    model.eval().generate(ids, max_new_tokens=3, do_sample=False)
+"""
+
+
+def test_kernels_that_are_turned_off(tmp_path):
+    """All of them, without a word: who has turned them off knows it."""
+    cache = tmp_path / "cache"
+    env = environment(cache, HF_RECURRENT_KERNELS="none")
+    output, report, *messages = python(f"{SCAN}{EVERYTHING}", env)
+    assert (output, report, messages) == ("[1.0, 1.5, 1.75]", "left out by HF_RECURRENT_KERNELS=none", [])
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    "value, left_out", [("none", "cpu cuda"), ("cpu", "cuda"), (" CUDA", "cpu"), ("cuda,cpu", ""), ("", ""), (None, "")]
+)
+def test_which_kernels_are_turned_off(monkeypatch, value, left_out):
+    monkeypatch.delenv("HF_RECURRENT_KERNELS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HF_RECURRENT_KERNELS", value)
+    assert [device for device in ("cpu", "cuda") if kernel_cache.turned_off(device)] == left_out.split()
+
+
+@pytest.mark.parametrize("value", ["0", "none,cpu", "gpu"])
+def test_a_switch_that_says_something_else(fresh, monkeypatch, value):
+    monkeypatch.setenv("HF_RECURRENT_KERNELS", value)
+    with pytest.raises(ValueError, match=f"HF_RECURRENT_KERNELS must be .*, or none; got '{value}'"):
+        cpu.unavailable_reason()
+
+
 def test_cache_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     _, report, *messages = python(SCAN, environment(tmp_path / "file" / "cache"))

@@ -461,6 +461,12 @@ def test_a_first_run_that_fails_is_said(host, monkeypatch, error, reason):
     assert reason in said and "\n" not in said
 
 
+def test_kernels_that_are_turned_off_do_not_run(host, monkeypatch):
+    see_a_gpu(monkeypatch)
+    monkeypatch.setenv("HF_RECURRENT_KERNELS", "cpu")
+    assert cuda.unavailable_reason.__wrapped__() == "left out by HF_RECURRENT_KERNELS=cpu" and not host.launched
+
+
 def test_a_first_run_without_memory_is_not_the_last(host, monkeypatch):
     see_a_gpu(monkeypatch)
     there_is_some = cuda_kernels.launch
