@@ -170,17 +170,21 @@ def discretize(poles: Tensor, step: Tensor, bilinear: bool, rest: Tensor | None 
     if bilinear:
         inverse = 1 / (1 - z / 2)
         return inverse * (1 + z / 2), inverse * step
-    # (e^z - 1) / z, whose derivative cancels at small steps: there it is its series, to double precision.
+    # (e^z - 1) / Lambda, whose derivative cancels at small steps: there it is the series of (e^z - 1) / z, to double
+    # precision, times the step. That product's derivative cancels at large steps.
     small = z.abs() < 0.25
     near, far = torch.where(small, z, 0), torch.where(small, 1, z)
     series = 1 + near / 13
     for n in range(12, 1, -1):
         series = 1 + near / n * series
-    power, less_one = torch.exp(z), torch.expm1(far)
+    power, less_one = torch.exp(z), torch.expm1(far).detach()
     if rest is not None:  # e^(i rest) - 1 is missing
         turn = torch.complex(-2 * torch.sin(rest / 2).square(), torch.sin(rest))
-        power, less_one = power + power * turn, less_one + power * turn
-    return power, torch.where(small, series, less_one / far) * step
+        less_one = less_one + (power * turn).detach()
+        power = power + power * turn
+    # The derivative is e^z, which for what forgets is small. That of PyTorch's expm1 is the function itself, add one.
+    less_one = less_one + (power - power.detach())
+    return power, torch.where(small, series * step, less_one / torch.where(small, 1, poles))
 
 
 def unpadded(driven: Tensor, times: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

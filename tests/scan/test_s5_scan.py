@@ -36,7 +36,8 @@ def definition(discretization: str, driven, rate, times, state=None, **options):
 
 
 def compare(discretization: str, inputs, state=None, *, backend="cpu", device="cpu", runs=1, **options):
-    """Outputs, final state and all gradients. An error is measured by what is added up to the number that has it."""
+    """Outputs, final state and all gradients. An error is measured by what is added up to the number that has it: also
+    to the real part of a product, so that here times are complex numbers, as whose gradients the products appear."""
     dtype, shape = inputs[0].dtype, inputs[0].shape
     weights = random(*shape, dtype=dtype).to(DOUBLE), random(shape[0], shape[2], dtype=DOUBLE)
     options["discretization"] = discretization
@@ -44,7 +45,7 @@ def compare(discretization: str, inputs, state=None, *, backend="cpu", device="c
     moved = [None if x is None else x.to(device) for x in (*inputs, state, *weights)]
     got = repeated(runs, lambda: run(s5_scan, moved[:3], moved[3], moved[4:], backend=backend, **at))
     driven, rate, times = inputs
-    wide = driven.to(DOUBLE), rate.to(DOUBLE).expand(shape), times.double()[..., None].expand(shape)
+    wide = driven.to(DOUBLE), rate.to(DOUBLE).expand(shape), times[..., None].to(DOUBLE).expand(shape)
     del options["discretization"]
     state = state if state is None else state.to(DOUBLE)
     want = list(
@@ -59,11 +60,25 @@ def compare(discretization: str, inputs, state=None, *, backend="cpu", device="c
     scales = [x.abs() for x in want]
     for i, dims in ((3, (0, 1)), (4, 2)):
         want[i], scales[i] = want[i].sum(dims), scales[i].sum(dims)
+    want[4] = want[4].real
     names = ["h", "final state", "grad of driven", "grad of rate", "grad of times", "grad of initial state"]
     for name, x, y, scale in zip(names, got, want, scales, strict=False):
         assert x.shape == y.shape and x.dtype == (dtype if y.is_complex() else inputs[2].dtype), name
         error, scale = (x.to(y) - y).abs().max().item(), scale.max().item()
         assert error <= TOLERANCE[dtype] * scale, f"{name}: error {error:.3g}, {error / scale:.3g} relative"
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "cpu"])
+def test_gradients_of_steps_that_forget(backend):
+    """The slope e^z of a long step keeps its digits, however small it is beside what it is the slope of."""
+    rate = torch.complex(torch.full((20,), -1.0), torch.linspace(-3, 3, 20))
+    times = torch.linspace(0.5, 14, 20)[None].requires_grad_()
+    driven = torch.ones(1, 20, 20, dtype=SINGLE)
+    weights = torch.eye(20, dtype=SINGLE)[None] * torch.exp(-1j * rate.imag * times.detach()[0])  # what turns it back
+    reset = torch.ones(1, 20, dtype=torch.bool)
+    h, _ = s5_scan(driven, rate, times, reset=reset, backend=backend)
+    (grad,) = torch.autograd.grad((h * weights).sum().real, times)
+    torch.testing.assert_close(grad, torch.exp(-times), rtol=5e-6, atol=0)
 
 
 def check(discretization: str, shape, dtype: torch.dtype, **options) -> None:
