@@ -240,7 +240,8 @@ def gateloop_heads_scan(
             reverse=reverse, backend=backend, update_state=update_state,
         )  # fmt: skip
         return y, initial_state if update_state else final
-    if a.shape[3] != 1 and a.stride(3) == 0:  # all rows of a head share it: the kernels sum its gradient
+    # All rows of a head share it. Not where it has gradients: they may be asked for at this `a`, of each of its rows.
+    if a.shape[3] != 1 and a.stride(3) == 0 and not a.requires_grad:
         a = a[..., :1]
     a = a.expand(*q.shape[:3], -1)
     flags, start = step_flags(mask, reset, reverse), as_state(reset_state, state_dtype)

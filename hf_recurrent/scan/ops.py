@@ -458,7 +458,9 @@ def linear_scan(
         final_state = h
 
     up to rounding, which is measured by a channel's largest state: a state may be taken to be gone where the product of
-    the coefficients since has come below 5e-20, as where time is divided among threads.
+    the coefficients since has come below 5e-20, as where time is divided among threads. On GPUs and by the backend
+    "chunked" the products of some neighbouring coefficients are formed too (of 16 at most on GPUs), and where they
+    overflow, with coefficients far above one, so does the result, though h itself may not.
 
     Args:
         a: coefficients, real or complex, (B, L, D) or any shape that broadcasts to it; never copied to the full shape.

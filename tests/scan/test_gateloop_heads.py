@@ -203,14 +203,26 @@ def test_one_transition_for_all_rows():
     for given, leaf in ((a, a), (expanded, a), (expanded.detach().requires_grad_(), None), (full, full)):
         y, final = gateloop_heads_scan(q, k, v, given, state, backend="cpu")
         grads.append(torch.autograd.grad(y.sum() + final.abs().sum(), given if leaf is None else leaf)[0])
-    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
-    for of_rows in grads[2:]:
-        torch.testing.assert_close(of_rows.sum(-1, keepdim=True), grads[0], rtol=1e-4, atol=1e-4)
+    for summed in (grads[1], *(of_rows.sum(-1, keepdim=True) for of_rows in grads[2:])):
+        torch.testing.assert_close(summed, grads[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grads[2], grads[3], rtol=1e-4, atol=1e-4)
     operator = torch.ops.hf_recurrent.gateloop_heads
     by_operator = expanded.detach().requires_grad_()
     y, final = operator(q, k, v, by_operator, state, None, None, False, "cpu")
     grad = torch.autograd.grad(y.sum() + final.abs().sum(), by_operator)[0]
     torch.testing.assert_close(grad, grads[3], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("expanded", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
+def test_gradients_at_an_expanded_tensor(expanded):
+    """Each of its elements has its own, where it is the expanded tensor that is asked about."""
+    q, k, v, a, state = inputs_for(2, 5, 3, 4, 2, torch.float64, shared=expanded)
+    want, got = (
+        torch.autograd.grad(gateloop_heads_scan(q, k, v, at, state, backend=backend)[0].sum(), at)[0]
+        for backend in ("reference", "cpu")
+        for at in [a.expand(q.shape).detach().requires_grad_()]
+    )
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("backend", ["chunked", "cpu"])
