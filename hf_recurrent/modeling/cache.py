@@ -7,7 +7,7 @@ import operator
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ STATE_FILE = "hf_recurrent.RecurrentCache/1"  # the "format" of a state file's m
 # Of a tensor in such a file.
 STATE_NAME = re.compile(r"layers\.(?P<layer>\d+)\.(?P<state>conv|recurrent)(?P<complex>\.complex)?")
 # Fields of a configuration that change nothing about what a state means.
-TRAINING_FIELDS = {"hidden_dropout", "initializer_range", "learned_initial_state", "use_cache"}
+MEANINGLESS_FIELDS = {"hidden_dropout", "initializer_range", "learned_initial_state", "use_cache", "vocab_size"}
 _REPLACING = threading.Lock()  # held for the moment in which a cache's states are read, or take the place of others
 
 
@@ -123,6 +123,25 @@ class RecurrentCache(Cache):
         other = copy.copy(self)
         other.layers = layers
         return other
+
+    def held(self) -> list[tuple[dict[str, Tensor], list[MixerCall]]]:
+        """What each layer holds, for `restored_on_failure`."""
+        return [(layer.states, [*layer.calls]) for layer in self.layers]
+
+    @contextlib.contextmanager
+    def restored_on_failure(self, held: list, seen_tokens: int) -> Iterator[None]:
+        """Where what is inside the `with` block fails, the cache holds what it did before a call that has just advanced
+        it; unless somebody else has advanced it since."""
+        advanced = self.layers[0].states
+        try:
+            yield
+        except BaseException:
+            with _replacing():
+                if self.layers[0].states is advanced:
+                    for layer, (states, calls) in zip(self.layers, held, strict=True):
+                        layer.states, layer.calls = states, calls
+                    self.seen_tokens = seen_tokens
+            raise
 
     def clone(self) -> "RecurrentCache":
         """An independent copy, with what is recorded. (Unlike `copy.deepcopy`, it stays in the graph of gradients.)"""
@@ -346,7 +365,7 @@ class RecurrentCache(Cache):
         if "model_dtype" in metadata and config.dtype is not None:
             saved["dtype"], own["dtype"] = metadata["model_dtype"], _name(config.dtype)
         for name in [*own, *saved]:
-            if saved.get(name) != own.get(name):
+            if saved.get(name) != own.get(name) and name not in MEANINGLESS_FIELDS:
                 raise ValueError(
                     f"{path} was saved by a model with {name} = {saved.get(name)!r}, this one has {own.get(name)!r}"
                 )
@@ -361,7 +380,8 @@ class StaticRecurrentCache(RecurrentCache):
     """
     A cache whose states stay at their addresses: each call writes over them. Compiled decoding needs that where it is
     captured in a CUDA graph; `generate(cache_implementation="static")` makes such a cache. It does all that a
-    `RecurrentCache` does, but who keeps its tensors sees them change; copies (`clone`) have addresses of their own.
+    `RecurrentCache` does, but who keeps its tensors sees them change, and a call whose head or loss fails has advanced
+    it; copies (`clone`) have addresses of their own.
 
     It is for decoding: a call that keeps a graph of gradients is refused with a RuntimeError.
     """
@@ -413,6 +433,6 @@ def _name(dtype: torch.dtype | str) -> str:
 def _meaning(config: PreTrainedConfig) -> dict:
     """The fields of `config` that a state depends on, the family's name first, as JSON gives them back."""
     fields = [name for name in type(config).__dataclass_fields__ if name not in PreTrainedConfig.__dataclass_fields__]
-    fields = [name for name in fields if name not in TRAINING_FIELDS and not name.endswith("_token_id")]
+    fields = [name for name in fields if name not in MEANINGLESS_FIELDS and not name.endswith("_token_id")]
     values = {"model_type": config.model_type} | {name: getattr(config, name) for name in fields}
     return json.loads(json.dumps(values))

@@ -572,7 +572,12 @@ class RecurrentModel(RecurrentPreTrainedModel):
         if len(cache.layers) != len(layers):
             raise ValueError(f"past_key_values has {len(cache.layers)} layers, {type(self).__name__} has {len(layers)}")
         if cache.batch_size not in (-1, batch):
-            raise ValueError(f"past_key_values holds the states of {cache.batch_size} rows, the input has {batch}")
+            advice = ""
+            if batch % cache.batch_size == 0:  # as with num_return_sequences and beams
+                advice = f" (past_key_values.batch_repeat_interleave({batch // cache.batch_size}) repeats them)"
+            raise ValueError(
+                f"past_key_values holds the states of {cache.batch_size} rows, the input has {batch}{advice}"
+            )
         real = torch.float64 if self.dtype is torch.float64 else torch.float32
         for index, (held, layer) in enumerate(zip(cache.layers, layers, strict=True)):
             states, mixer = held.states, layer.mixer
@@ -591,7 +596,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
                     f"past_key_values holds a state of another dtype: layer {index} has {dtype}, "
                     f"{type(self).__name__} in {self.dtype} expects {expected}"
                 )
-        field = cache.differing_field(self.config, ignoring=("num_hidden_layers", "vocab_size"))
+        field = cache.differing_field(self.config, ignoring=("num_hidden_layers",))
         if field is not None:
             raise ValueError(
                 f"past_key_values belongs to a model with {field} = {getattr(cache.config, field, None)!r}, "
@@ -644,13 +649,22 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
 
         Raises:
             What `RecurrentModel.forward` raises; ValueError for labels that do not fit the logits, or `skip_logits`
-            without any; IndexError for a label outside the vocabulary.
+            without any; TypeError for labels that are no integers; IndexError for a label outside the vocabulary.
         """
         loss_kwargs = {name: kwargs.pop(name) for name in LOSS_KWARGS if kwargs.get(name) is not None}
         name = "shift_labels" if "shift_labels" in loss_kwargs else "labels"
         targets = loss_kwargs.get(name, labels)
         if skip_logits and targets is None:
             raise ValueError("skip_logits=True needs labels: there would be neither logits nor a loss")
+        if targets is not None and targets.dtype is not torch.long:
+            if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
+                raise TypeError(f"{name} must be integers, got {targets.dtype}")
+            targets = targets.long()
+            if name == "labels":
+                labels = targets
+        before = None
+        if type(past_key_values) is RecurrentCache and not torch.compiler.is_compiling():
+            before = past_key_values.held(), past_key_values.seen_tokens
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -660,23 +674,25 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
-        if targets is not None and targets.shape != hidden_states.shape[:-1]:
-            raise ValueError(
-                f"{name} must have the shape {tuple(hidden_states.shape[:-1])} of the positions with logits, "
-                f"got {tuple(targets.shape)}"
-            )
-        logits = None if skip_logits else self.lm_head(hidden_states)
-        loss = None
-        if targets is not None:
-            if name == "shift_labels":
-                loss_kwargs[name] = targets.contiguous()
-            size, ignored = self.config.vocab_size, loss_kwargs.get("ignore_index", IGNORED)
-            if skip_logits:
-                loss_of = functools.partial(self._loss_in_chunks, hidden_states)
-            else:
-                loss_of = functools.partial(self.loss_function, logits=logits, vocab_size=size)
-            loss = classes_checked(lambda: loss_of(labels=labels, **loss_kwargs), name, targets, size, ignored)
+        # Its states have been replaced, none has been written over.
+        with contextlib.nullcontext() if before is None else past_key_values.restored_on_failure(*before):
+            hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
+            if targets is not None and targets.shape != hidden_states.shape[:-1]:
+                raise ValueError(
+                    f"{name} must have the shape {tuple(hidden_states.shape[:-1])} of the positions with logits, "
+                    f"got {tuple(targets.shape)}"
+                )
+            logits = None if skip_logits else self.lm_head(hidden_states)
+            loss = None
+            if targets is not None:
+                if name == "shift_labels":
+                    loss_kwargs[name] = targets.contiguous()
+                size, ignored = self.config.vocab_size, loss_kwargs.get("ignore_index", IGNORED)
+                if skip_logits:
+                    loss_of = functools.partial(self._loss_in_chunks, hidden_states)
+                else:
+                    loss_of = functools.partial(self.loss_function, logits=logits, vocab_size=size)
+                loss = classes_checked(lambda: loss_of(labels=labels, **loss_kwargs), name, targets, size, ignored)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -150,8 +150,10 @@ def test_a_request_that_leaves_where_there_is_no_room(config, monkeypatch, cance
         return select(layer, function)
 
     monkeypatch.setattr(RecurrentLayer, "map", fails_once)
+    if cancelled:
+        batcher.cancel(short)
     with pytest.raises(MemoryError):
-        batcher.cancel(short) if cancelled else batcher.step()
+        batcher.step()
     assert short.finished and len(calls) == 2
     told += batcher
     assert not batcher.running and short.tokens == alone(model, texts[0], len(short.tokens))
@@ -169,14 +171,123 @@ def test_requests_that_cannot_be(config):
     with pytest.raises(ValueError, match="prefill_chunk_size must be at least 1, got -1"):
         ContinuousBatcher(model, prefill_chunk_size=-1)
     batcher = ContinuousBatcher(model)
-    for ids in ([], [[1, 2]], [0.5]):
-        with pytest.raises(ValueError, match=r"input_ids must be integers of the shape \(length,\), at least one"):
+    for ids in ([[1, 2]], [0.5], [True]):
+        with pytest.raises(ValueError, match=r"input_ids must be integers of the shape \(length,\), got torch"):
             batcher.submit(ids)
+    with pytest.raises(ValueError, match="input_ids must hold at least one token"):
+        batcher.submit([])
+    for ids in ("text", None, {"input_ids": [1]}):
+        with pytest.raises(
+            TypeError, match="input_ids must be token ids, got a .*: of what a tokenizer gives, its inp"
+        ):
+            batcher.submit(ids)
+    for end, error in ((1.5, ValueError), (-1, IndexError), ([1, 99], IndexError)):
+        with pytest.raises(error, match="eos_token_id "):
+            batcher.submit([1], eos_token_id=end)
+    with pytest.raises(TypeError, match="max_new_tokens must be a whole number, got 2.5"):
+        batcher.submit([1], 2.5)
+    with pytest.raises(TypeError, match="max_rows must be a whole number, got 1.5"):
+        ContinuousBatcher(model, max_rows=1.5)
+    with pytest.raises(TypeError, match="model must be a recurrent language model, got a "):
+        ContinuousBatcher(model.model)
     with pytest.raises(IndexError, match="the token id 61, outside the vocabulary of 61"):
         batcher.submit([1, 61])
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
         batcher.submit([1], 0)
     assert not batcher.waiting and batcher.step() == []
+
+
+@each_family
+def test_what_generate_would_do_otherwise(config):
+    model = causal_lm(config)
+    model.generation_config.repetition_penalty = 1.5
+    with pytest.raises(ValueError, match="generation_config has repetition_penalty = 1.5, which is not done here"):
+        ContinuousBatcher(model)
+    model.generation_config.repetition_penalty = 1.0
+    ContinuousBatcher(model)
+
+
+@each_family
+@pytest.mark.parametrize("place", ["norm", "head", "choice", "counting"])
+def test_a_step_that_is_interrupted(config, monkeypatch, place):
+    """Wherever that is, the next one takes its place."""
+    model = causal_lm(config)
+    batcher, texts = ContinuousBatcher(model, prefill_chunk_size=3), prompts(config, [4, 5, 3, 8])
+    want = [alone(model, text, 9) for text in texts]
+    requests, interrupts = [batcher.submit(text, 9) for text in texts], []
+
+    class Interrupt(BaseException):  # a KeyboardInterrupt, if tests did not end with one
+        pass
+
+    def interrupt(*_):
+        interrupts.append(place)
+        if len(interrupts) % 5 == 4:
+            raise Interrupt
+
+    if place == "norm":
+        model.model.norm.register_forward_hook(interrupt)
+    if place == "head":
+        model.lm_head.register_forward_hook(interrupt)
+    if place == "choice":
+        take = batcher._take
+        monkeypatch.setattr(batcher, "_take", lambda *arguments: (interrupt(), take(*arguments)))
+    if place == "counting":
+
+        class Tokens(list):
+            def __setitem__(self, *arguments):
+                interrupt()
+                super().__setitem__(*arguments)
+                interrupt()
+
+        for request in requests:
+            request.tokens = Tokens()
+    told, failures = [], 0
+    while any(not request.finished for request in requests) or batcher.decoded or batcher.news:
+        try:
+            told += batcher.step()
+        except Interrupt:
+            failures += 1
+    assert failures > 2
+    for request, tokens in zip(requests, want, strict=True):
+        assert request.tokens == tokens == [token for other, token in told if other is request]
+
+
+@each_family
+def test_cancelling_while_a_step_runs(config):
+    """As another thread does."""
+    model = causal_lm(config)
+    batcher, texts = ContinuousBatcher(model), prompts(config, [4, 5, 3, 8])
+    requests, steps = [batcher.submit(text, 9) for text in texts], []
+
+    def cancel(*_):
+        steps.append(None)
+        if len(steps) == 8:
+            batcher.cancel(requests[1])
+            batcher.cancel(requests[3])
+
+    model.lm_head.register_forward_hook(cancel)
+    list(batcher)
+    assert requests[1].cancelled and len(requests[1].tokens) < 9
+    for request, text in zip(requests[::2], texts[::2], strict=True):
+        assert request.tokens == alone(model, text, 9)
+    assert not batcher.running and not batcher.waiting and batcher.cache is None
+
+
+@each_family
+def test_a_prompt_that_cannot_be_read_ends_alone(config):
+    model = causal_lm(config)
+    batcher, texts = ContinuousBatcher(model), prompts(config, [4, 5])
+    bad, good = (batcher.submit(text, 5) for text in texts)
+
+    def fail(module, arguments):
+        if arguments[0].shape[1] == 4:
+            raise RuntimeError("a kernel failed")
+
+    model.model.embed_tokens.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        batcher.step()
+    assert [token for _, token in batcher] == good.tokens == alone(model, texts[1], 5)
+    assert str(bad.error) == "a kernel failed" and bad.finished and not bad.cancelled and good.error is None
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="the document is about 5.23")

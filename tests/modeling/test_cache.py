@@ -735,3 +735,71 @@ def test_offload_and_prefetch(model, config):
     cache.prefetch()
     assert {state.device.type for state in layer.states.values()} == {"meta"} and layer.device is None
     assert cache.layers[1].states["recurrent"].device.type == "cpu"
+
+
+@each_family
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_call_that_fails_after_the_backbone(config, window):
+    """Leaves the cache as it was, with what is recorded."""
+    model, ids = causal_lm(config), token_ids(config, 2, 12)
+    cache = RecurrentCache(config)
+    cache.activate_past_recording(window)
+    with torch.no_grad():
+        model(ids[:, :6], past_key_values=cache)
+        before, recorded = cache.clone(), cache.layers[0].recorded_tokens
+
+        def fails(error, **options):
+            with pytest.raises(error):
+                model(ids[:, 6:], past_key_values=cache, **options)
+            assert cache.seen_tokens == 6 and cache.layers[0].recorded_tokens == recorded
+            for held, other in zip(cache.layers, before.layers, strict=True):
+                assert all(torch.equal(state, other.states[name]) for name, state in held.states.items())
+
+        fails(ValueError, labels=ids[:, :3])
+        fails(IndexError, labels=ids[:, 6:] + 500)
+        fails(ValueError, logits_to_keep=-1)
+        fails(TypeError, labels=ids[:, 6:].float())
+        handle = model.lm_head.register_forward_hook(lambda *_: ids[100])
+        fails(IndexError)
+        handle.remove()
+        logits = model(ids[:, 6:], past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(ids).logits[:, 6:])
+        cache.crop(-4)
+        want = model(ids[:, :8], use_cache=True).past_key_values
+        for held, other in zip(cache.layers, want.layers, strict=True):
+            torch.testing.assert_close(held.states, other.states)
+
+
+@each_family
+def test_labels_of_any_integers(config):
+    model, ids = causal_lm(config), token_ids(config, 2, 5)
+    want = model(ids, labels=ids).loss
+    torch.testing.assert_close(model(ids, labels=ids.int()).loss, want, rtol=0, atol=0)
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(model(ids, shift_labels=shifted.short()).loss, want)
+    with pytest.raises(TypeError, match="labels must be integers, got torch.bool"):
+        model(ids, labels=ids > 3)
+
+
+@each_family
+def test_a_state_of_before_a_token_was_added(config, tmp_path):
+    model, ids = causal_lm(config), token_ids(config, 1, 5)
+    cache = model(ids, use_cache=True).past_key_values
+    cache.save(tmp_path / "state")
+    model.resize_token_embeddings(config.vocab_size + 2)
+    loaded = RecurrentCache.load(tmp_path / "state", model.config)
+    for held in (cache, loaded):
+        assert model(ids, past_key_values=held).logits.shape[-1] == config.vocab_size
+    torch.testing.assert_close(loaded.layers[0].states, cache.layers[0].states)
+
+
+@each_family
+def test_one_prefix_for_several_rows(config):
+    """Repeated, as the message says."""
+    model, ids = causal_lm(config), token_ids(config, 1, 9)
+    cache = model(ids[:, :6], use_cache=True).past_key_values
+    options = {"max_new_tokens": 4, "num_beams": 3, "num_return_sequences": 3, "pad_token_id": 0}
+    with pytest.raises(ValueError, match=r"of 1 rows, .* has 3 \(past_key_values.batch_repeat_interleave\(3\) repeats"):
+        model.generate(ids, past_key_values=cache.clone(), **options)
+    cache.batch_repeat_interleave(3)
+    torch.testing.assert_close(model.generate(ids, past_key_values=cache, **options), model.generate(ids, **options))
