@@ -27,7 +27,7 @@ class Request:
         tokens: what was generated so far.
         finished: whether that is all.
         cancelled: whether `ContinuousBatcher.cancel` has ended it.
-        error: what has ended it where its prompt could not be read.
+        error: why its prompt could not be read, if that has failed; it is tried again once, and then ended.
     """
 
     id: int
@@ -94,7 +94,8 @@ class ContinuousBatcher:
         # What has been decoded and not been told: where an iteration is left, or reading a prompt fails.
         self.news: collections.deque[tuple[Request, int]] = collections.deque()
         self.decoded: tuple | None = None  # what is about to come into force: see `_settle`
-        self._start_reading()
+        # The prompt that is being read, the state after a part of it, and the tokens of that part.
+        self.reading: tuple[Request, RecurrentCache, int] | None = None
 
     def submit(
         self,
@@ -183,26 +184,28 @@ class ContinuousBatcher:
         if self.waiting and len(self.running) < self.max_rows:
             self._read()
 
-    def _start_reading(self) -> None:
-        self.prompt_cache, self.read = RecurrentCache(self.model.config), 0
-
     def _read(self) -> None:
-        """A piece of the first prompt; after the last one the request joins with its first token."""
-        request = self.waiting[0]
-        piece = request.input_ids[self.read : self.read + self.prefill_chunk_size]
-        ids = torch.tensor([piece], device=self.model.device)
+        """A piece of the first prompt; after the last one the request joins with its first token. Where that fails, the
+        request goes on waiting, and is read anew; where it fails again, and not for lack of room, it ends."""
+        request, reading, self.reading = self.waiting[0], self.reading, None
+        if reading is None or reading[0] is not request:
+            reading = request, RecurrentCache(self.model.config), 0
+        _, cache, start = reading
+        end = start + self.prefill_chunk_size
+        ids = torch.tensor([request.input_ids[start:end]], device=self.model.device)
         try:
-            logits = self.model(ids, past_key_values=self.prompt_cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            self.read += len(piece)
-            if self.read < len(request.input_ids):
+            logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            if end < len(request.input_ids):
+                self.reading = request, cache, end
                 return
-            caches = [self.prompt_cache] if self.cache is None else [self.cache, self.prompt_cache]
-            joined = RecurrentCache.concatenate(caches)
+            request.error = None
+            joined = RecurrentCache.concatenate([cache] if self.cache is None else [self.cache, cache])
             self._take([request], logits, [*self.running, request], joined)
-        except BaseException as error:  # no room, say: the request goes on waiting, and is read anew
-            self._start_reading()
-            if isinstance(error, Exception) and not isinstance(error, MemoryError | torch.OutOfMemoryError):
-                request.error, request.finished = error, True  # it would keep the others waiting for ever
+        except Exception as error:
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError):
+                # A second time: it would keep the others waiting for ever.
+                request.finished = request.error is not None
+                request.error = error
             raise
         self._let_go()
 
@@ -225,14 +228,12 @@ class ContinuousBatcher:
         self.news, self.running, self.cache = collections.deque(news), running, cache
         if self.waiting and any(request is self.waiting[0] for request in running):
             self.waiting.popleft()
-            self._start_reading()
         self.decoded = None
 
     def _let_go(self) -> None:
         """Leaves out the rows of requests that have ended: all of them, or none where there is no room for the others'
         copies; and those that have ended while they waited."""
         while self.waiting and self.waiting[0].finished:
-            self._start_reading()
             self.waiting.popleft()
         kept = [(row, request) for row, request in enumerate(self.running) if not request.finished]
         if len(kept) == len(self.running):

@@ -284,8 +284,10 @@ def test_a_prompt_that_cannot_be_read_ends_alone(config):
             raise RuntimeError("a kernel failed")
 
     model.model.embed_tokens.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="a kernel failed"):
-        batcher.step()
+    for ended in (False, True):
+        with pytest.raises(RuntimeError, match="a kernel failed"):
+            batcher.step()
+        assert bad.finished == ended
     assert [token for _, token in batcher] == good.tokens == alone(model, texts[1], 5)
     assert str(bad.error) == "a kernel failed" and bad.finished and not bad.cancelled and good.error is None
 
