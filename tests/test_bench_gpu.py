@@ -75,6 +75,24 @@ def test_out_of_time(gpu, tmp_path):
     assert json.loads((tmp_path / "no-gpu-tiny.json").read_text())["not_measured"] == {"copy": {"copy": "out of time"}}
 
 
+def test_the_report_keeps_goals_that_were_not_measured(gpu):
+    about = {"gpu": "a GPU", "packages": {"torch": "2"}, "date": "2026-01-01", "commit": "abc"}
+    seconds = {"long": 1.0, "peers": 2.0}  # `peers` began, and ran out of time
+    row = {"section": "long", "name": "linear", "microseconds": 1.0, "of_copy": 0.75}
+    row |= {"shape": [1, 2**20, 1024], "dtype": "float32", "direction": "forward"}
+    document = {
+        "tiny": False,
+        "runs": [{"command": "a command", "machine": about, "seconds": seconds}],
+        "results": [row],
+        "not_measured": {"peers": {"a peer": "out of time"}},
+    }
+    text = gpu.gpu_report.markdown(document)
+    assert text.startswith("- long: a GPU")
+    assert "| (1, 1M, 1024) forward, of the copy's speed | 0.75 | ≥ 0.7 |" in text
+    assert "time over linear_scan's | not measured | > 1 |" in text
+    assert "Longhorn m = 16, time over mamba_ssm's | not measured | ≤ 1 |" in text
+
+
 def test_what_is_not_measured_again_stays(gpu, tmp_path, monkeypatch):
     """Also where the new run is stopped."""
     import gpu_timing
