@@ -635,7 +635,7 @@ def measure_decode(b: Bench) -> None:
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
-SECTIONS = {
+SECTIONS = {  # in this order: of the last, some may find no time
     "copy": measure_copy,
     "check": measure_check,
     "sanitizer": measure_sanitizer,
@@ -646,11 +646,11 @@ SECTIONS = {
     "convolution": measure_convolution,
     "elementwise": measure_elementwise,
     "heads": measure_heads,
+    "peers": measure_peers,
     "layers": measure_layers,
     "vocabulary": measure_vocabulary,
     "step": measure_step,
     "decode": measure_decode,
-    "peers": measure_peers,
 }
 PACKAGES = ("hf-recurrent", "torch", "transformers", "cuda-core", "nvidia-cuda-nvrtc", *gpu_peers.PACKAGES)
 

@@ -23,11 +23,11 @@ TITLES = {
     "convolution": "The short convolution",
     "elementwise": "What comes after a recurrence",
     "heads": "GateLoop, heads of d_k x d_v states",
+    "peers": "Other scans, forward",
     "vocabulary": "Logits and their loss",
     "layers": "A layer's training step against cuDNN",
     "step": "Training steps of models of 125M parameters",
     "decode": "One token, in a graph",
-    "peers": "Other scans, forward",
 }
 
 

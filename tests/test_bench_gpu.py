@@ -70,6 +70,11 @@ def test_a_failing_section_is_recorded(gpu, tmp_path, monkeypatch):
     assert document["results"][0]["section"] == "copy"
 
 
+def test_peers_have_their_turn_while_there_is_time(gpu):
+    order = list(gpu.SECTIONS)
+    assert max(map(order.index, ("copy", "peers"))) < min(map(order.index, ("layers", "step", "decode")))
+
+
 def test_out_of_time(gpu, tmp_path):
     gpu.main(["--device", "cpu", "--tiny", "--only", "copy", "--minutes", "0", "--output", str(tmp_path)])
     assert json.loads((tmp_path / "no-gpu-tiny.json").read_text())["not_measured"] == {"copy": {"copy": "out of time"}}
