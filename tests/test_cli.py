@@ -730,7 +730,9 @@ def test_bench(tmp_path):
 
 def test_bench_mistakes(run, tmp_path):
     assert "--shape: must be between 1 and 2147483648, got 0" in run("bench", "--shape", 0, 1, 1, status=2)
-    assert "--only x9: no such name; known: linear_scan, minGRU cell" in run("bench", "--only", "x9", status=2)
+    refusal = run("bench", "--only", "x9", status=2)
+    assert "--only x9: no such name; known: linear_scan; minGRU cell; minGRU cell, positive; " in refusal
+    assert "; plain loop" in refusal
     missing = tmp_path / "none" / "x.json"
     assert f"--output {missing}: cannot be written" in run("bench", "--output", missing, status=2)
     done = bench("--shape", 2**20, 2**20, 64, "--only", "minGRU")

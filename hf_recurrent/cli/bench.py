@@ -57,10 +57,10 @@ def run(argv: list[str]) -> int:
     about = machine(("hf-recurrent", "torch", *PEERS))
     scan = CASES[0]
     peers = [Case(name, scan.inputs, function, scan.moved) for name, function in peer_scans().items()]
-    cases = [*CASES, *peers]
-    cases = [case for case in cases if (args.only or "").lower() in case.name.lower()]
+    known = [*CASES, *peers]
+    cases = [case for case in known if (args.only or "").lower() in case.name.lower()]
     if not cases:
-        raise CommandLineError(f"--only {args.only}: no such name; known: {', '.join(case.name for case in CASES)}")
+        raise CommandLineError(f"--only {args.only}: no such name; known: {'; '.join(case.name for case in known)}")
     rows, kept = [], keep_freed_memory()
     where = about["cpu"] if device.type == "cpu" else torch.cuda.get_device_name(device)
     print(f"{where}, {about['threads']} threads, torch {about['packages']['torch']}, shape {shape}")
