@@ -670,6 +670,16 @@ def about(device: torch.device) -> dict:
     return found
 
 
+def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Of --output; one that cannot be written to is refused before anything is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        parser.error(f"--output {folder}: cannot be written to ({error.strerror or error})")
+
+
 def stem_of(machine: dict) -> str:
     """What the files of a GPU's results begin with."""
     return re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
@@ -745,7 +755,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("PyTorch sees no CUDA device; --device cpu --tiny shows that the benchmark itself works")
     if arguments.device == "cuda" and (reason := cuda.unavailable_reason()) is not None:
         parser.error(f"the CUDA kernels do not run here, and what takes their place would be measured: {reason}")
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    make_folder(parser, arguments.output)
     torch.manual_seed(0)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     given = " ".join(sys.argv[1:] if argv is None else argv)

@@ -214,6 +214,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if (reason := cuda.unavailable_reason()) is not None:
             parser.error(f"the CUDA kernels do not run here: {reason}")
+        gpu.make_folder(parser, arguments.output)
         compile_all(chosen, "sm_{}{}".format(*torch.cuda.get_device_capability(b.device)))
         given = " ".join(sys.argv[1:] if argv is None else argv)
         shape = tuple(arguments.shape or ((1, 2**18, 1024) if arguments.once else (8, 4096, 1536)))
@@ -224,7 +225,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(b: gpu.Bench, chosen: list[Case], shape: tuple[int, int, int], folder: Path, command: str) -> dict:
     """Writes `folder`/<gpu>-tuning.json and .md, or -tuning-once, after each case."""
-    folder.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "machine": gpu.about(b.device), "shape": list(shape), "results": [], "seconds": 0.0}
     stem = gpu.stem_of(document["machine"]) + ("-tuning-once" if cuda.READ_ONCE else "-tuning")
     start = time.monotonic()

@@ -70,6 +70,15 @@ def test_a_failing_section_is_recorded(gpu, tmp_path, monkeypatch):
     assert document["results"][0]["section"] == "copy"
 
 
+def test_a_folder_that_cannot_be_written_to(gpu, tmp_path, capsys):
+    folder = tmp_path / "file" / "x"
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stopped:
+        gpu.main(["--device", "cpu", "--tiny", "--output", str(folder)])
+    *_, said = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and said.endswith(f"--output {folder}: cannot be written to (Not a directory)")
+
+
 def test_peers_have_their_turn_while_there_is_time(gpu):
     order = list(gpu.SECTIONS)
     assert max(map(order.index, ("copy", "peers"))) < min(map(order.index, ("layers", "step", "decode")))
