@@ -24,8 +24,9 @@ from tqdm import tqdm
 import gpu
 import gpu_check
 from gpu_timing import seconds_of
+from hf_recurrent.cli.parser import number
 from hf_recurrent.files import write_whole
-from hf_recurrent.scan import cuda, cuda_kernels, linear_scan
+from hf_recurrent.scan import BackendUnavailable, cuda, cuda_kernels, linear_scan
 from hf_recurrent.scan.cells import BY_NAME, Cell
 from report import table
 
@@ -45,6 +46,11 @@ class Plan:
     row: int
     ahead: cuda.Tuning | None
     back: cuda.Tuning | None
+
+    def __str__(self) -> str:
+        parts = [("forward", self.ahead), ("backward", self.back)]
+        tunings = [f"{name} {part.steps} steps, {part.blocks} blocks" for name, part in parts if part is not None]
+        return "; ".join([f"{self.threads} threads, {self.row} side by side", *tunings])
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -122,14 +128,18 @@ def cases(b: gpu.Bench, patterns: list[str]) -> list[Case]:
     return [case for case in found if not patterns or any(pattern in case.name for pattern in patterns)]
 
 
-def compile_all(chosen: list[Case], architecture: str) -> None:
-    tasks = gpu_check.compile_tasks({case.module(plan) for case in chosen for plan in case.plans()}, architecture)
-    missing = list(tasks)
+def compile_all(chosen: list[Case], architecture: str) -> int:
+    """How many could not be compiled; each is named."""
+    names = {case.module(plan): f"{case.name}, {plan}" for case in chosen for plan in case.plans()}
+    tasks = gpu_check.compile_tasks(set(names), architecture)
+    missing, failed = list(tasks), 0
     with gpu_check.Pool(os.cpu_count() or 1) as pool:
         done = pool.run(list(tasks.values()))
-        for number, error, _ in tqdm(done, "kernels", len(tasks), leave=False, disable=None):
+        for index, error, _ in tqdm(done, "kernels", len(tasks), leave=False, disable=None):
             if error is not None:
-                print(f"{missing[number]}: {error}", file=sys.stderr)
+                failed += 1
+                tqdm.write(f"{names[missing[index]]}: {error}", file=sys.stderr)
+    return failed
 
 
 def measure(b: gpu.Bench, case: Case, shape: tuple[int, int, int]) -> list[dict]:
@@ -193,7 +203,9 @@ def main(argv: list[str] | None = None) -> int:
         "--only", nargs="+", default=[], metavar="PATTERN", help="cases with one of these in their names"
     )
     parser.add_argument("--compile", metavar="ARCHITECTURE", help="only compile, for an architecture like sm_90")
-    parser.add_argument("--shape", nargs=3, type=int, metavar=("B", "L", "D"), help="(default 8 4096 1536)")
+    parser.add_argument(
+        "--shape", nargs=3, type=number(int, 1, 2**31), metavar=("B", "L", "D"), help="(default 8 4096 1536)"
+    )
     parser.add_argument(
         "--once",
         action="store_true",
@@ -210,8 +222,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--only {' '.join(arguments.only)}: there are {', '.join(case.name for case in cases(b, []))}")
     with mock.patch.object(cuda, "READ_ONCE", arguments.once):
         if arguments.compile:
-            compile_all(chosen, arguments.compile)
-            return 0
+            case = chosen[0]
+            try:  # one first: thousands would say the same of an architecture that the compiler does not know
+                cuda_kernels.cubin(cuda.module_for(case.cell.name, case.dtype, case.width), arguments.compile)
+            except BackendUnavailable as error:
+                parser.error(f"--compile {arguments.compile}: {error}")
+            return 1 if compile_all(chosen, arguments.compile) else 0
         if (reason := cuda.unavailable_reason()) is not None:
             parser.error(f"the CUDA kernels do not run here: {reason}")
         gpu.make_folder(parser, arguments.output)

@@ -73,6 +73,41 @@ def test_bad_input_is_said(tuning, capsys):
     with pytest.raises(SystemExit):
         tuning.main(["--compile", "sm_90", "--only", "mamba"])
     assert "--only mamba: there are linear float32, " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tuning.main(["--compile", "sm_90", "--shape", "1", "0", "8"])
+    assert "--shape: must be between 1 and 2147483648, got 0" in capsys.readouterr().err
+
+
+def test_an_architecture_that_the_compiler_does_not_know(tuning, tmp_path, monkeypatch, capsys):
+    """Is said once, not of each kernel."""
+    pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
+    monkeypatch.setenv("HF_RECURRENT_CACHE", str(tmp_path))
+    monkeypatch.setattr(tuning, "compile_all", None)
+    with pytest.raises(SystemExit) as stopped:
+        tuning.main(["--compile", "sm_1", "--only", "s5"])
+    *_, said = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and "error: --compile sm_1: NVRTC could not compile the kernels for sm_1: " in said
+
+
+def test_kernels_that_cannot_be_compiled_are_named(tuning, monkeypatch, capsys):
+    class Broken:
+        __init__ = __exit__ = lambda *_: None
+
+        def __enter__(self):
+            return self
+
+        def run(self, tasks):
+            return [(0, None, 0.0), (1, "BackendUnavailable: out of order", 0.0)]
+
+    monkeypatch.setattr(tuning.gpu_check, "Pool", Broken)
+    monkeypatch.setattr(cuda_kernels, "cubin", lambda module, architecture: b"")
+    monkeypatch.setattr(cuda_kernels, "is_compiled", lambda module, architecture: False)
+    plans = [tuning.Plan(128, 8, cuda.Tuning(4, 2), None), tuning.Plan(256, 8, cuda.Tuning(4, 2), cuda.Tuning(2, 1))]
+    monkeypatch.setattr(tuning.Case, "plans", lambda self: plans)
+    assert tuning.main(["--compile", "sm_90", "--only", "s5_zoh"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("s5_zoh complex64, ") and said.endswith("blocks: BackendUnavailable: out of order\n")
+    assert " threads, 8 side by side; forward 4 steps, 2 blocks" in said and len(said) < 160
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
