@@ -1,7 +1,8 @@
 """How close the scans come to a GPU's memory, and how they compare with other people's: `make bench-gpu`.
 
 Every section is guarded: what fails is recorded and the rest goes on, and the results are written after each. Times are
-of captured CUDA graphs; every ratio to the copy is to the device-to-device copy of the same run, bytes counted once.
+of captured CUDA graphs, but for models' training steps, the copy, and what says otherwise ("timed"); every ratio to the
+copy is to the device-to-device copy of the same run, bytes counted once.
 """
 
 import argparse
@@ -115,6 +116,12 @@ class Bench:
             return torch.rand(*shape, device=self.device).mul_(0.98).add_(0.01).to(dtype)
         phases = torch.rand(*shape, device=self.device) * 6
         return torch.polar(torch.rand(*shape, device=self.device) * 0.98, phases).to(dtype)
+
+
+def _way_of(device: torch.device) -> str:
+    """How `seconds_of` times. Rows whose times are divided by each other say it: launches are in a time of what runs
+    "eager", and not in that of a "graph"."""
+    return "graph" if device.type == "cuda" else "eager"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -356,8 +363,8 @@ def _measure_longhorn(b: Bench, shape, m: int, dtype: torch.dtype) -> None:
     grad = torch.randn_like(u)
     inputs = (u, delta, A, B, C)
     peer = eager_seconds_of(lambda: torch.autograd.grad(scan(*inputs), inputs, grad), b.device)
-    b.add("longhorn", "mamba_ssm selective scan", peer, direction="forward + backward", **fields)
-    row["of_mamba_ssm"] = round(seconds / peer, 4)
+    b.add("longhorn", "mamba_ssm selective scan", peer, direction="forward + backward", **fields, timed="eager")
+    row |= {"of_mamba_ssm": round(seconds / peer, 4), "timed": _way_of(b.device)}
 
 
 def measure_convolution(b: Bench) -> None:
@@ -394,9 +401,10 @@ def _measure_convolution(b: Bench, shape, dtype: torch.dtype, flagged: str | Non
         return lambda: torch.autograd.grad(run(*leaves, **options, silu=True)[0], leaves, sets[0][1])
 
     ours, theirs = (eager_seconds_of(both(run), b.device) for run in (short_convolution, _short_convolution))
-    row = b.add("convolution", name, ours, 5 * moved, direction="forward + backward", **fields)
+    fields |= {"direction": "forward + backward", "timed": "eager"}
+    row = b.add("convolution", name, ours, 5 * moved, **fields)
     row["times_pytorch"] = round(ours / theirs, 4)
-    b.add("convolution", "PyTorch's", theirs, direction="forward + backward", **fields)
+    b.add("convolution", "PyTorch's", theirs, **fields)
 
 
 def measure_elementwise(b: Bench) -> None:
@@ -422,10 +430,10 @@ def _measure_function(b: Bench, function: Callable, shape, dtype: torch.dtype) -
         return function(*inputs[:count], inputs[count] if skipping else None, None)
 
     calls = getattr(elementwise, name), plain
-    ours, theirs = (_captured_or_eager([step(call, x) for x in sets], b.device) for call in calls)
-    row = b.add("elementwise", name, ours, (3 * count + 2) * sets[0][0].nbytes, **fields)
+    (ours, how), (theirs, their_way) = (_captured_or_eager([step(call, x) for x in sets], b.device) for call in calls)
+    row = b.add("elementwise", name, ours, (3 * count + 2) * sets[0][0].nbytes, **fields, timed=how)
     row["times_pytorch"] = round(ours / theirs, 4)
-    b.add("elementwise", f"{name}, PyTorch's", theirs, **fields)
+    b.add("elementwise", f"{name}, PyTorch's", theirs, **fields, timed=their_way)
 
 
 def measure_vocabulary(b: Bench) -> None:
@@ -508,18 +516,19 @@ def measure_peers(b: Bench) -> None:
                 def run(name=name, scan=scan, inputs=logs, fields=fields, ours=ours) -> None:
                     with torch.no_grad():
                         seconds = eager_seconds_of(lambda: scan(*inputs), b.device)
-                    b.add("heads", name, seconds, **fields, times_ours=round(seconds / ours, 3))
+                    b.add("heads", name, seconds, **fields, times_ours=round(seconds / ours, 3), timed="eager")
 
                 b.attempt(f"{name} {shape} {_name(dtype)}", run)
 
 
-def _captured_or_eager(calls: list[Callable], device: torch.device) -> float:
+def _captured_or_eager(calls: list[Callable], device: torch.device) -> tuple[float, str]:
+    """Seconds, and how they were measured."""
     try:
-        return seconds_of(calls, device)
+        return seconds_of(calls, device), _way_of(device)
     except RuntimeError:  # what cannot be captured into a graph is timed as it runs
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return eager_seconds_of(calls[0], device)
+        return eager_seconds_of(calls[0], device), "eager"
 
 
 def _measure_peer(b: Bench, name: str, layout: str, make: Callable, sets, ours: float) -> None:
@@ -531,8 +540,9 @@ def _measure_peer(b: Bench, name: str, layout: str, make: Callable, sets, ours: 
         sets = [tuple(x.mT.contiguous() for x in pair) for pair in sets]
     calls = [lambda x=x: scan(*x) for x in sets]
     with torch.no_grad():
-        seconds = _captured_or_eager(calls, b.device)
-    b.add("peers", name, seconds, shape=shape, dtype=dtype, direction="forward", times_ours=round(seconds / ours, 3))
+        seconds, how = _captured_or_eager(calls, b.device)
+    fields = {"shape": shape, "dtype": dtype, "direction": "forward", "timed": how}
+    b.add("peers", name, seconds, **fields, times_ours=round(seconds / ours, 3))
 
 
 def measure_layers(b: Bench) -> None:
@@ -556,10 +566,11 @@ def _measure_layer(b: Bench, ours: type, theirs: type, shape) -> None:
         return lambda: torch.autograd.grad(call(module), parameters, grad)
 
     fields = {"shape": list(shape), "dtype": "float32", "direction": "training step"}
-    seconds = _captured_or_eager([step(mixer, lambda m: m(x, {}, None, None)[0])], b.device)
-    peer = _captured_or_eager([step(rnn, lambda m: m(x)[0])], b.device)
-    b.add("layers", ours.__name__.removesuffix("Mixer"), seconds, **fields, times_faster=round(peer / seconds, 2))
-    b.add("layers", f"nn.{theirs.__name__}", peer, **fields)
+    seconds, how = _captured_or_eager([step(mixer, lambda m: m(x, {}, None, None)[0])], b.device)
+    peer, their_way = _captured_or_eager([step(rnn, lambda m: m(x)[0])], b.device)
+    name, times = ours.__name__.removesuffix("Mixer"), round(peer / seconds, 2)
+    b.add("layers", name, seconds, **fields, timed=how, times_faster=times)
+    b.add("layers", f"nn.{theirs.__name__}", peer, **fields, timed=their_way)
 
 
 def _training_step(

@@ -103,13 +103,15 @@ def markdown(document: dict) -> str:
         if not rows:
             continue
         fields = [field for field in COLUMNS if any(field in row for row in rows)]
-        header = ["", "shape", "dtype", "direction", "µs", *(COLUMNS[field] for field in fields)]
+        how = ["timed"] if any("timed" in row for row in rows) else []
+        header = ["", "shape", "dtype", "direction", *how, "µs", *(COLUMNS[field] for field in fields)]
         body = [
             [
                 row["name"],
                 str(tuple(row.get("shape", ()))) if "shape" in row else "",
                 row.get("dtype", ""),
                 row.get("direction", ""),
+                *(row.get(field, "") for field in how),
                 f"{row['microseconds']:.1f}",
                 *(f"{row[field]:.3g}" if field in row else "" for field in fields),
             ]

@@ -55,7 +55,37 @@ def test_every_section_runs(gpu, tmp_path, capsys, monkeypatch):
     for row in document["results"]:
         if row["section"] in ("scan", "cells", "long", "heads"):
             assert row["of_copy"] > 0 and row["direction"] in ("forward", "backward")
-    assert "Tiny sizes" in capsys.readouterr().out
+        if row.keys() & {"of_mamba_ssm", "times_ours", "times_faster"} or row["section"] == "elementwise":
+            assert row["timed"] == "eager"  # as everything is on a CPU
+    said = capsys.readouterr().out
+    assert "Tiny sizes" in said and "| direction | timed | µs | times faster than cuDNN |" in said
+
+
+def test_what_cannot_be_captured_is_timed_as_it_runs_and_says_so(gpu, monkeypatch):
+    def refuse(calls, device):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu, "eager_seconds_of", lambda call, device: 2.0)
+    monkeypatch.setattr(gpu, "seconds_of", lambda calls, device: 1.0)
+    device = torch.device("cuda", 0)
+    assert gpu._captured_or_eager([None], device) == (1.0, "graph")
+    monkeypatch.setattr(gpu, "seconds_of", refuse)
+    assert gpu._captured_or_eager([None], device) == (2.0, "eager")
+
+
+def test_peers_say_how_they_were_timed(gpu, monkeypatch):
+    """Longhorn's is timed as it runs, where ours is a graph's replay."""
+    monkeypatch.setattr(gpu, "_way_of", lambda device: "graph")
+    monkeypatch.setattr(
+        gpu.gpu_peers, "selective_scan", lambda: lambda u, delta, A, B, C: u * delta + A.sum() + B.sum() + C.sum()
+    )
+    monkeypatch.setattr(gpu.gpu_peers, "scans", lambda: {"a scan": ("time", lambda: lambda a, b: a + b)})
+    b = gpu.Bench(torch.device("cpu"), True, 1.0)
+    gpu._measure_longhorn(b, (2, 8, 8), 4, torch.float32)
+    gpu.measure_peers(b)
+    timed = {row["name"]: row["timed"] for row in b.results if "timed" in row}
+    assert timed == {"longhorn": "graph", "mamba_ssm selective scan": "eager", "a scan": "graph"}
 
 
 def test_a_failing_section_is_recorded(gpu, tmp_path, monkeypatch):
