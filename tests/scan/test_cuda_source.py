@@ -14,7 +14,17 @@ import torch
 from oracle import CELLS, alike, coefficients, compare, linear, mask_and_reset, mingru_positive, random, run
 from torch._subclasses import FakeTensorMode
 
-from hf_recurrent.scan import BackendUnavailable, backend_report, cells, cpu, cuda, cuda_kernels, linear_scan
+from hf_recurrent.scan import (
+    BackendUnavailable,
+    backend_report,
+    cells,
+    convolution_cuda,
+    cpu,
+    cuda,
+    cuda_kernels,
+    elementwise_cuda,
+    linear_scan,
+)
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 PAIRS = [
@@ -104,6 +114,26 @@ def test_reading_once_compiles_without_spills(cell, dtype):
 def test_other_rows_compile_without_spills(row):
     check_scan("linear", torch.float32, False, "sm_90", row)
     check_scan("mingru_positive", torch.bfloat16, False, "sm_90", row)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(
+            cuda.module_for(cell, dtype, cuda.WIDTHS[2])
+            for cell in ("linear", "mingru_positive")
+            for dtype in (torch.bfloat16, torch.float16)
+        ),
+        convolution_cuda.module_for(torch.bfloat16, 4, convolution_cuda.widest(torch.bfloat16, 4), True),
+        elementwise_cuda.module_for("SiluGate", torch.bfloat16, elementwise_cuda.widest(torch.bfloat16)),
+    ],
+    ids=lambda module: f"{module.stem} {dict(module.macros)['HFR_TYPE']}",
+)
+def test_16_bits_on_a_gpu_without_instructions_for_them(module):
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs the packages of the extra 'cuda'")
+    if 75 not in nvrtc.nvrtcGetSupportedArchs()[-1]:
+        pytest.skip("this NVRTC compiles for no GPU that lacks them")
+    assert cuda_kernels.compile_module(module, "sm_75").cubin  # some spill a few registers there
 
 
 def test_unknown_architecture_is_said():

@@ -43,7 +43,7 @@ HFR_DEVICE unsigned pair_of(float low, float high) {
   return first.bits | (unsigned)second.bits << 16;
 }
 
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 template <>
 HFR_DEVICE unsigned pair_of<BFloat16>(float low, float high) {
   unsigned pair;
