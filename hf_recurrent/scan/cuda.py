@@ -90,13 +90,15 @@ def _first_run() -> None:
     """Raises AssertionError where a scan and its gradients are not what they should be, and whatever launches raise."""
     with _disable_current_modes():  # where the first call is traced: a tensor without memory would fail for good
         options = {"dtype": torch.float32, "device": "cuda"}  # whatever the default is: its state is compared too
-        a, b = torch.linspace(0.1, 0.9, 12, **options).view(1, 4, 3), torch.ones(1, 4, 3, **options)
+        # Four channels: by the wide accesses that nearly all scans have.
+        a, b = torch.linspace(0.1, 0.9, 16, **options).view(1, 4, 4), torch.ones(1, 4, 4, **options)
         h, final = forward("linear", [a, b], None, None, False)
         want = b[:, 0]
         for t in range(1, 4):
             want = a[:, t] * want + b[:, t]
-        (_, grad_b), _ = backward("linear", [a, b], h, None, None, b, torch.zeros_like(final), False)
+        (grad_a, grad_b), _ = backward("linear", [a, b], h, None, None, b, torch.zeros_like(final), False)
         torch.testing.assert_close(final, want)
+        torch.testing.assert_close(grad_a[:, 3], h[:, 2])
         torch.testing.assert_close(grad_b[:, 2], 1 + a[:, 3])
 
 

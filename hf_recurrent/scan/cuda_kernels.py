@@ -29,6 +29,7 @@ OPTIONS = {
     "prec_div": False,  # a division within 2 ulp, in a sixth of the instructions
     "ptxas_options": ["-v"],
 }
+WITHOUT = "HF_RECURRENT_KERNELS=cpu in the environment does without the CUDA kernels"
 TILE = 128  # segments are multiples of so many positions
 # Segments that are passed from block to block: each costs a block the time of a tile or two.
 _LEAST_LINK, _MOST_LINKS, _ENOUGH = 512, 16, 0.93
@@ -40,6 +41,10 @@ class Module:
 
     stem: str
     macros: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        macros = ", ".join(f"{name.removeprefix('HFR_')}={value}" for name, value in self.macros)
+        return f"{self.stem} ({macros})"
 
 
 # ---- building -------------------------------------------------------------------------------------------------------
@@ -70,7 +75,7 @@ def compile_module(module: Module, architecture: str) -> Compiled:
         cubin = bytes(program.compile("cubin", logs=report).code)
     except Exception as error:  # cuda-core's own classes: what the compiler said, a library that is missing
         raise BackendUnavailable(
-            f"NVRTC could not compile the kernels for {architecture}: {_one_line(error)}"
+            f"NVRTC could not compile the kernels {module} for {architecture}: {_one_line(error)}; {WITHOUT}"
         ) from error
     return Compiled(cubin, report.getvalue(), time.perf_counter() - start)
 

@@ -139,7 +139,7 @@ def test_16_bits_on_a_gpu_without_instructions_for_them(module):
 def test_unknown_architecture_is_said():
     pytest.importorskip("cuda.core", reason="needs the packages of the extra 'cuda'")
     module = cuda.module_for("linear", torch.float32, 4)
-    with pytest.raises(BackendUnavailable, match="NVRTC could not compile the kernels for sm_12345: .*arch"):
+    with pytest.raises(BackendUnavailable, match="could not compile the kernels scan_cuda .* for sm_12345: .*arch"):
         cuda_kernels.compile_module(module, "sm_12345")
 
 
@@ -453,7 +453,7 @@ def test_without_nvrtc(monkeypatch):
         raise RuntimeError("Failure finding libnvrtc.so: no such file")
 
     monkeypatch.setattr(core, "Program", refuse)
-    with pytest.raises(BackendUnavailable, match="could not compile the kernels for sm_90: Failure finding libnvrtc"):
+    with pytest.raises(BackendUnavailable, match="the kernels scan_cuda .* for sm_90: Failure finding libnvrtc"):
         cuda_kernels.compile_module(MODULE, "sm_90")
 
 
@@ -465,8 +465,12 @@ def test_a_source_that_does_not_compile(monkeypatch, tmp_path):
     (sources / "device.h").write_text("#pragma once\nnot C++\n")
     monkeypatch.setattr(cuda_kernels.kernel_cache, "SOURCES", sources)
     monkeypatch.setenv("HF_RECURRENT_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(BackendUnavailable, match=r"for sm_90: .*device\.h.*error: "):
+    with pytest.raises(BackendUnavailable, match=r"for sm_90: .*device\.h.*error: ") as raised:
         cuda_kernels.cubin(MODULE, "sm_90")
+    said = str(raised.value)
+    assert "the kernels scan_cuda (CELL=LinearCell<StateOf<float>::type>, TYPE=float, WIDTH=4, " in said
+    assert said.endswith("; HF_RECURRENT_KERNELS=cpu in the environment does without the CUDA kernels")
+    assert "HFR_" not in said and "\n" not in said
     assert not list((tmp_path / "cache").glob("*.cubin"))
 
 
@@ -551,8 +555,16 @@ def see_a_gpu(monkeypatch):
 
 
 def test_the_first_run_is_of_what_is_there(host, monkeypatch):
-    """Not of the default dtype, nor of what stands for tensors where the first scan is exported."""
+    """Not of the default dtype, nor of what stands for tensors where the first scan is exported; by the kernels that
+    most scans take, of one module."""
+    modules, launch = set(), cuda_kernels.launch
+
+    def note(module, *others):
+        modules.add(module)
+        launch(module, *others)
+
     see_a_gpu(monkeypatch)
+    monkeypatch.setattr(cuda_kernels, "launch", note)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with FakeTensorMode():
@@ -560,6 +572,7 @@ def test_the_first_run_is_of_what_is_there(host, monkeypatch):
     finally:
         torch.set_default_dtype(torch.float32)
     assert {"scan_forward", "scan_backward"} <= set(host.launched)
+    assert [dict(module.macros)["HFR_WIDTH"] for module in modules] == ["4"]
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
