@@ -561,7 +561,9 @@ def minlstm_scan(
 
 def _check_real_and_alike(**inputs: Tensor) -> None:
     for name, x in inputs.items():
-        if isinstance(x, Tensor) and x.is_complex():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.is_complex():
             raise TypeError(f"{name} must be real, got {x.dtype}")
     first, *others = inputs.values()
     if any(x.shape != first.shape for x in others):

@@ -512,6 +512,12 @@ def test_bad_mingru_arguments():
         mingru_scan(x, x.to(torch.complex64))
     with pytest.raises(ValueError, match="hidden, forget and input must have one shape"):
         minlstm_scan(x, x, x[:, :1])
+    with pytest.raises(TypeError, match="hidden must be a tensor, got NoneType"):
+        mingru_scan(None, x)
+    with pytest.raises(TypeError, match="gate must be a tensor, got float"):
+        mingru_scan(x, 1.0)
+    with pytest.raises(TypeError, match="input must be a tensor, got list"):
+        minlstm_scan(x, x, [1])
 
 
 @pytest.mark.parametrize("b", [None, [1.0], 3])
