@@ -36,7 +36,7 @@ import hf_recurrent
 import training_steps
 from gpu_timing import eager_seconds_of, seconds_of
 from hf_recurrent.files import replacing, write_whole
-from hf_recurrent.measure import machine
+from hf_recurrent.measure import machine, make_folder
 from hf_recurrent.modeling import head
 from hf_recurrent.modeling.mingru import MinGRUMixer
 from hf_recurrent.modeling.minlstm import MinLSTMMixer
@@ -679,16 +679,6 @@ def about(device: torch.device) -> dict:
     else:
         found |= {"gpu": "no GPU"}
     return found
-
-
-def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Of --output; one that cannot be written to is refused before anything is measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        parser.error(f"--output {folder}: cannot be written to ({error.strerror or error})")
 
 
 def stem_of(machine: dict) -> str:

@@ -26,6 +26,7 @@ import gpu_check
 from gpu_timing import seconds_of
 from hf_recurrent.cli.parser import number
 from hf_recurrent.files import write_whole
+from hf_recurrent.measure import make_folder
 from hf_recurrent.scan import BackendUnavailable, cuda, cuda_kernels, linear_scan
 from hf_recurrent.scan.cells import BY_NAME, Cell
 from report import table
@@ -230,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
             return 1 if compile_all(chosen, arguments.compile) else 0
         if (reason := cuda.unavailable_reason()) is not None:
             parser.error(f"the CUDA kernels do not run here: {reason}")
-        gpu.make_folder(parser, arguments.output)
+        make_folder(parser, arguments.output)
         compile_all(chosen, "sm_{}{}".format(*torch.cuda.get_device_capability(b.device)))
         given = " ".join(sys.argv[1:] if argv is None else argv)
         shape = tuple(arguments.shape or ((1, 2**18, 1024) if arguments.once else (8, 4096, 1536)))

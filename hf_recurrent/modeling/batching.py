@@ -128,9 +128,10 @@ class ContinuousBatcher:
         return request
 
     def _ids(self, name: str, ids: Sequence[int] | Tensor) -> list[int]:
-        kind = type(ids).__name__
-        if isinstance(ids, str | dict | None) or hasattr(ids, "keys"):
-            raise TypeError(f"{name} must be token ids, got a {kind}: of what a tokenizer gives, its input_ids")
+        if isinstance(ids, str | None) or hasattr(ids, "keys"):
+            raise TypeError(
+                f"{name} must be token ids, got a {type(ids).__name__}: of what a tokenizer gives, its input_ids"
+            )
         ids = torch.as_tensor(ids)
         if ids.ndim != 1 or len(ids) and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
             raise ValueError(

@@ -124,21 +124,22 @@ class RecurrentCache(Cache):
         other.layers = layers
         return other
 
-    def held(self) -> list[tuple[dict[str, Tensor], list[MixerCall]]]:
-        """What each layer holds, for `restored_on_failure`."""
-        return [(layer.states, [*layer.calls]) for layer in self.layers]
+    def held(self) -> tuple[list[tuple[dict[str, Tensor], list[MixerCall]]], int]:
+        """What each layer holds, and the tokens seen, for `restored_on_failure`."""
+        return [(layer.states, [*layer.calls]) for layer in self.layers], self.seen_tokens
 
     @contextlib.contextmanager
-    def restored_on_failure(self, held: list, seen_tokens: int) -> Iterator[None]:
+    def restored_on_failure(self, held: tuple[list, int]) -> Iterator[None]:
         """Where what is inside the `with` block fails, the cache holds what it did before a call that has just advanced
         it; unless somebody else has advanced it since."""
+        layers, seen_tokens = held
         advanced = self.layers[0].states
         try:
             yield
         except BaseException:
             with _replacing():
                 if self.layers[0].states is advanced:
-                    for layer, (states, calls) in zip(self.layers, held, strict=True):
+                    for layer, (states, calls) in zip(self.layers, layers, strict=True):
                         layer.states, layer.calls = states, calls
                     self.seen_tokens = seen_tokens
             raise

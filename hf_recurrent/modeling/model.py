@@ -664,7 +664,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
                 labels = targets
         before = None
         if type(past_key_values) is RecurrentCache and not torch.compiler.is_compiling():
-            before = past_key_values.held(), past_key_values.seen_tokens
+            before = past_key_values.held()
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -675,7 +675,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         # Its states have been replaced, none has been written over.
-        with contextlib.nullcontext() if before is None else past_key_values.restored_on_failure(*before):
+        with contextlib.nullcontext() if before is None else past_key_values.restored_on_failure(before):
             hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
             if targets is not None and targets.shape != hidden_states.shape[:-1]:
                 raise ValueError(
