@@ -76,6 +76,15 @@ def _minlstm(hidden: Tensor, forget: Tensor, input: Tensor, positive: bool) -> t
     return torch.sigmoid(difference), torch.sigmoid(-difference) * _candidate(hidden, positive)
 
 
+def unpadded(mask: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """What enters `coefficients`, (B, L, ...) each, with zeros at padding: what is not finite there would get into
+    gradients, as zero times a slope. What all positions share is left as it is."""
+    if mask is None:
+        return inputs
+    masks = {2: mask, 3: mask[..., None]}
+    return tuple(x if x.shape[1] != mask.shape[1] else torch.where(masks[x.dim()], x, 0) for x in inputs)
+
+
 LINEAR = Cell("linear", _linear, "LinearCell<State>")
 MINGRU_VANILLA = Cell("mingru_vanilla", functools.partial(_mingru, positive=False), "MinGRUCell<State, false>")
 MINGRU_POSITIVE = Cell("mingru_positive", functools.partial(_mingru, positive=True), "MinGRUCell<State, true>")
@@ -185,14 +194,6 @@ def discretize(poles: Tensor, step: Tensor, bilinear: bool, rest: Tensor | None 
     # The derivative is e^z, which for what forgets is small. That of PyTorch's expm1 is the function itself, add one.
     less_one = less_one + (power - power.detach())
     return power, torch.where(small, series * step, less_one / torch.where(small, 1, poles))
-
-
-def unpadded(driven: Tensor, times: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What enters `coefficients` of a timed cell, with zeros at padding: a NaN there would get into the gradient of the
-    rate, which all positions share."""
-    if mask is None:
-        return driven, times
-    return torch.where(mask[..., None], driven, 0), torch.where(mask, times, 0)
 
 
 def _s5(bilinear: bool, rate: Tensor, times: Tensor, driven: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,7 +82,7 @@ def s5_scan(
     check_mask("mask", mask, driven)
     check_mask("reset", reset, driven)
     if backend not in COMPILED or split.current_group() or (reset is not None and reset_state is not None):
-        driven, times = unpadded(driven, times, mask)
+        driven, times = unpadded(mask, driven, times)
         return linear_scan(
             *cell.coefficients(rate, times, driven),
             initial_state,

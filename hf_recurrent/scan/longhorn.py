@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from . import cpu, longhorn_cuda, longhorn_plain, recomputed, split
+from .cells import unpadded
 from .elementwise import skip_silu_gate
 from .ops import (
+    COMPILED,
     check_mask,
     check_reset_state,
     check_split,
@@ -199,6 +201,8 @@ def longhorn_scan(
                 "'chunked' takes any"
             )
         backend = "chunked"
+    if backend not in COMPILED:
+        x, dt, k = unpadded(mask, x, dt, k)
     refuse_forward_mode(*(() if backend == "reference" else (x, dt, k, q, initial_state)))
     flags = None if backend == "reference" else step_flags(mask, reset, reverse)
 

@@ -18,6 +18,7 @@ from .cells import (
     MINLSTM_POSITIVE,
     MINLSTM_VANILLA,
     Cell,
+    unpadded,
 )
 from .kernel_cache import BackendUnavailable, turned_off
 from .reference import STATE_DTYPES, linear_scan_loop
@@ -379,10 +380,14 @@ def scan(
     check_mask("reset", reset, last)
     if update_state:
         check_updatable(given_state, state_dtype, tensors)
+
+    def coefficients(tensors):
+        return cell.coefficients(*(tensors if cell is LINEAR else unpadded(mask, *tensors)))
+
     if reset_state is not None:
         check_reset_state(reset_state, ((channels,), (batch, channels)), last, reverse, state_dtype.is_complex)
         if reset is not None:
-            a, b = started(*(x.to(state_dtype) for x in cell.coefficients(*tensors)), mask, reset, reset_state)
+            a, b = started(*(x.to(state_dtype) for x in coefficients(tensors)), mask, reset, reset_state)
             h, final_state = scan(
                 LINEAR,
                 {"a": a, "b": b},
@@ -401,7 +406,7 @@ def scan(
     def run(tensors, initial_state):
         if backend in COMPILED:
             return torch.ops.hf_recurrent.scan(cell.name, list(tensors), initial_state, flags, reverse, backend)
-        a, b = cell.coefficients(*tensors)
+        a, b = coefficients(tensors)
         if backend == "reference":
             h, final_state = linear_scan_loop(a, b, initial_state, mask, reset, reverse)
         else:
@@ -412,7 +417,7 @@ def scan(
         check_split(initial_state, reverse)
 
         def kept(tensors):
-            return split.kept_state(cell.coefficients(*tensors)[0].to(state_dtype), length, mask, reset)
+            return split.kept_state(coefficients(tensors)[0].to(state_dtype), length, mask, reset)
 
         return split.scan(group, run, kept, tensors)
     if update_state:
@@ -420,7 +425,7 @@ def scan(
             h, final_state = run(tensors, initial_state)
             return h, given_state.copy_(final_state)
         compiled = backend in COMPILED
-        name, operands = (cell.name, tensors) if compiled else ("linear", list(cell.coefficients(*tensors)))
+        name, operands = (cell.name, tensors) if compiled else ("linear", list(coefficients(tensors)))
         h = torch.ops.hf_recurrent.scan_(name, operands, given_state, flags, reverse, backend)
         return h.to(dtype), given_state
     return run(tensors, initial_state)

@@ -105,7 +105,7 @@ def mingru_scan(
 ) -> tuple[Tensor, Tensor]:
     """h_t = (1 - z_t) h_{t-1} + z_t c_t (arXiv 2410.01201, section 3.1) with z = sigmoid(gate) and the candidate
     c = hidden, or with `positive` g(hidden) of appendix B; (B, L, D) each, the rest as for `linear_scan`."""
-    a, b = _mingru(hidden, gate, positive)
+    a, b = _mingru(*unpadded(mask, hidden, gate), positive)
     dtype = torch.promote_types(hidden.dtype, gate.dtype)
     return _chunked_scan(dtype, a, b, initial_state, mask, reset, reset_state)
 
@@ -123,7 +123,7 @@ def minlstm_scan(
 ) -> tuple[Tensor, Tensor]:
     """h_t = f' h_{t-1} + i' c_t with the gates f = sigmoid(forget), i = sigmoid(input) normalised to f' = f / (f + i),
     i' = i / (f + i) (arXiv 2410.01201, section 3.2); the candidate c and the rest as for `mingru_scan`."""
-    a, b = _minlstm(hidden, forget, input, positive)
+    a, b = _minlstm(*unpadded(mask, hidden, forget, input), positive)
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (hidden, forget, input)))
     return _chunked_scan(dtype, a, b, initial_state, mask, reset, reset_state)
 
@@ -150,7 +150,8 @@ def gateloop_scan(
     given = (alpha,) if beta is None else (alpha, beta)
     kind = "real" if beta is None else transition
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (q, k, v, *given)))
-    a, b = _gateloop(kind, magnitude, phase, q, k, v, *given)
+    given = (x[(None,) * (3 - x.dim())] for x in given)
+    a, b = _gateloop(kind, magnitude, phase, q, *unpadded(mask, k, v, *given))
     h, state = _chunked_scan(b.dtype, a, b, initial_state, mask, reset, reset_state)
     return _read_gateloop(q, h).to(dtype), state
 
@@ -176,7 +177,7 @@ def longhorn_scan(
     and the final state.
     """
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in (x, dt, k, q)))
-    x, dt, k, q = (tensor.to(dtype) for tensor in (x, dt, k, q))
+    x, dt, k, q = (tensor.to(dtype) for tensor in (*unpadded(mask, x, dt, k), q))
     if initial_state is not None:
         initial_state = initial_state.to(STATE_DTYPES[dtype])
     if reset is None or reset_state is None:
@@ -220,7 +221,7 @@ def s5_scan(
     """The states of dh/dt = r h + u at irregular times (arXiv 2208.04933, section 3.2), by zero-order hold ("zoh") or
     the "bilinear" transform; driven: u, (B, L, D) complex; rate: r, (D,) complex; times: (B, L), each position's time
     since the one before; the rest as for `linear_scan`. Returns h, (B, L, D), and the final state."""
-    driven, times = unpadded(driven, times, mask)
+    driven, times = unpadded(mask, driven, times)
     a, b = _s5(discretization == "bilinear", rate, times, driven)
     return _chunked_scan(b.dtype, a, b, initial_state, mask, reset, reset_state, reverse)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import split
-from .cells import BY_NAME, GATELOOP
+from .cells import BY_NAME, GATELOOP, unpadded
 from .ops import (
     COMPILED,
     check_mask,
@@ -179,8 +179,10 @@ def gateloop_scan(
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in named.values()))
     inputs = [x.to(dtype)[(None,) * (3 - x.dim())].resolve_neg() for x in named.values()]
     backend = choose_backend(backend, q.device)
+    check_mask("mask", mask, q)
+    check_mask("reset", reset, q)
     if backend not in COMPILED or split.current_group() or (reset is not None and reset_state is not None):
-        a, b = cell.coefficients(*inputs)
+        a, b = cell.coefficients(inputs[0], *unpadded(mask, *inputs[1:]))
         h, final = linear_scan(
             a,
             b,
@@ -193,8 +195,6 @@ def gateloop_scan(
             update_state=update_state,
         )
         return cell.read(*inputs, h).to(dtype), final
-    check_mask("mask", mask, q)
-    check_mask("reset", reset, q)
     sizes = {"batch": q.shape[0], "channels": q.shape[2]}
     state = checked_state(initial_state, sizes, q, cell.state_dtype(dtype), "the transitions are real")
     flags = step_flags(mask, reset, reverse)

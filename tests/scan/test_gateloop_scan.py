@@ -114,6 +114,35 @@ def test_a_phase_beyond_all_precision_is_nan():
     assert y[0, 0].isnan().all() or y[0, 1].isnan().all()
 
 
+@pytest.mark.parametrize("backend", ["cpu", "chunked", "reference"])
+@pytest.mark.parametrize("name", GATELOOP_CELLS)
+def test_padding_holds_anything(name, backend):
+    """What is not finite at padding, but for q, which reads the state there too, reaches nothing else."""
+    torch.manual_seed(8)
+    scan, _ = GATELOOP_CELLS[name]
+    mask, reset = mask_and_reset(3, 19)
+    state = state_for(name, 3, 5, torch.float32).requires_grad_()
+    for bad in (float("nan"), float("inf")):
+        inputs = inputs_for(name, (3, 19, 5), torch.float32)
+        for x in inputs[1:]:
+            x[~mask] = bad
+        leaves = [x.requires_grad_() for x in inputs]
+        for options in ({}, {"reverse": True}, {"reset": reset, "reset_state": state[0]}):
+            y, final = scan(*leaves, state, mask=mask, backend=backend, **options)
+            grads = torch.autograd.grad(y.sum() + final.real.sum(), [*leaves, state])
+            assert all(x.isfinite().all() for x in (y, final, *grads)), options
+            assert not any(grad[~mask].any() for grad in grads[1:-1]), options
+
+
+def test_a_transition_of_all_positions_is_not_spread_by_a_mask():
+    torch.manual_seed(9)
+    q, k, v = random(3, 2, 19, 5, dtype=torch.float64)
+    alpha, beta = random(2, 5, dtype=torch.float64)
+    mask, _ = mask_and_reset(2, 19)
+    got, want = (gateloop_scan(q, k, v, alpha, beta, mask=mask, backend=backend)[0] for backend in ("cpu", "chunked"))
+    torch.testing.assert_close(got, want)
+
+
 def test_documents_that_start_from_a_state():
     torch.manual_seed(6)
     mask, reset = mask_and_reset(2, 19)

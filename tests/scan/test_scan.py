@@ -240,6 +240,25 @@ def test_reset_is_a_new_sequence(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("cell", ["linear", *CELLS])
+def test_padding_holds_anything(backend, cell):
+    """What is not finite at padding reaches neither a state nor a gradient, which is zero there."""
+    scan, count = CELLS.get(cell, (linear, 2))
+    mask, reset = mask_and_reset(3, 37)
+    state = random(3, 7, dtype=torch.float32).requires_grad_()
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        inputs = [random(3, 37, 7, dtype=torch.float32) for _ in range(count)]
+        for x in inputs:
+            x[~mask] = bad
+        leaves = [x.requires_grad_() for x in inputs]
+        for options in ({}, {"reverse": True}, {"reset": reset}, {"reset": reset, "reset_state": state[0]}):
+            h, final = scan(*leaves, state, mask=mask, backend=backend, **options)
+            grads = torch.autograd.grad(h.sum() + final.sum(), [*leaves, state])
+            assert all(x.isfinite().all() for x in (h, final, *grads)), options
+            assert not any(grad[~mask].any() for grad in grads[:-1]), options
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_reset_stops_what_is_not_finite(backend, reverse, bad):
