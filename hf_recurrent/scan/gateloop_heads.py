@@ -17,6 +17,7 @@ from .ops import (
     as_state,
     check_mask,
     check_reset_state,
+    check_reverse,
     check_split,
     check_tensor,
     check_updatable,
@@ -218,6 +219,7 @@ def gateloop_heads_scan(
     Raises:
         TypeError, ValueError, BackendUnavailable: as `linear_scan`.
     """
+    check_reverse(reverse)
     _check(q, k, v, a)
     check_mask("mask", mask, q)
     check_mask("reset", reset, q)

@@ -11,6 +11,7 @@ from .ops import (
     COMPILED,
     check_mask,
     check_reset_state,
+    check_reverse,
     check_tensor,
     check_updatable,
     checked_state,
@@ -63,6 +64,7 @@ def s5_scan(
         What `linear_scan` raises; TypeError for a real `driven` or complex `times`, ValueError for another
         discretisation.
     """
+    check_reverse(reverse)
     if discretization not in S5:
         raise ValueError(f"discretization must be one of {', '.join(map(repr, S5))}, got {discretization!r}")
     cell = S5[discretization]

@@ -18,6 +18,7 @@ from .ops import (
     COMPILED,
     check_mask,
     check_reset_state,
+    check_reverse,
     check_split,
     check_tensor,
     check_updatable,
@@ -152,6 +153,7 @@ def longhorn_scan(
     Raises:
         TypeError, ValueError, BackendUnavailable: as `linear_scan`.
     """
+    check_reverse(reverse)
     inputs = {"x": x, "dt": dt, "k": k, "q": q}
     for name, tensor in inputs.items():
         check_tensor(name, tensor, x)

@@ -234,9 +234,21 @@ def step_flags(mask: Tensor | None, reset: Tensor | None, reverse: bool) -> Tens
     return flags.contiguous()
 
 
+def check_reverse(reverse: bool) -> None:
+    """Raises TypeError: of what is no bool the operators say nothing but their schema."""
+    if not isinstance(reverse, bool):
+        raise TypeError(f"reverse must be True or False, got {reverse!r}")
+
+
+def _check_dense(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
+
+
 def check_tensor(name: str, x: Tensor, like: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    _check_dense(name, x)
     if x.dtype not in STATE_DTYPES:
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES)
         raise TypeError(f"{name} must be one of {kinds}, got {x.dtype}")
@@ -250,6 +262,7 @@ def check_mask(name: str, x: Tensor | None, like: Tensor) -> None:
         return
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
         raise TypeError(f"{name} must be a bool tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    _check_dense(name, x)
     if x.shape != like.shape[:2]:
         raise ValueError(f"{name} must have the shape (batch, length) = {tuple(like.shape[:2])}, got {tuple(x.shape)}")
     if x.device != like.device:
@@ -355,6 +368,7 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """The common path of all public scans: checks, promotes, picks the backend, calls the operator. `inputs` by their
     names; the last one has the full shape (B, L, D), the others broadcast to it."""
+    check_reverse(reverse)
     given_state = initial_state
     names, tensors = list(inputs), list(inputs.values())
     last = tensors[-1]

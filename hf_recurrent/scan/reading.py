@@ -14,6 +14,7 @@ from .cells import BY_NAME, GATELOOP, unpadded
 from .ops import (
     COMPILED,
     check_mask,
+    check_reverse,
     check_tensor,
     check_updatable,
     checked_state,
@@ -156,6 +157,7 @@ def gateloop_scan(
     Raises:
         What `linear_scan` raises; TypeError for complex inputs, ValueError for a transition that is not one of these.
     """
+    check_reverse(reverse)
     kind = "real" if beta is None and transition == "polar" else transition
     if (kind, magnitude, phase) not in GATELOOP or (beta is None) != (kind == "real"):
         known = ", ".join(map(str, GATELOOP))

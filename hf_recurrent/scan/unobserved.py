@@ -5,7 +5,7 @@ compiles, traces, transforms or records the calls, so a kernel may be called pas
 """
 
 import torch
-from torch import Tensor, is_autocast_enabled, is_grad_enabled
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, strided
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.jit import is_tracing
@@ -36,6 +36,8 @@ def unobserved(*tensors: Tensor | None) -> bool:
     for x in tensors:
         if x is not None:
             kind = type(x)
-            if (kind is not Tensor and kind is not Parameter) or not x.is_cpu or x.is_neg() or x.is_conj():
+            if (kind is not Tensor and kind is not Parameter) or not x.is_cpu or x.layout is not strided:
+                return False
+            if x.is_neg() or x.is_conj():
                 return False
     return True

@@ -310,6 +310,7 @@ def test_bad_arguments():
         (TypeError, "times must be real, got torch.complex64", {"times": times + 0j}, {}),
         (TypeError, "times must be one of .*, got torch.int64", {"times": times.long()}, {}),
         (TypeError, "times must be a tensor, got NoneType", {"times": None}, {}),
+        (TypeError, "reverse must be True or False, got 'no'", {}, {"reverse": "no"}),
         (ValueError, r"driven must have the shape \(batch, length, channels\), got \(3, 4\)", flat, {}),
         (ValueError, r"rate must have the shape \(4,\), got \(3,\)", {"rate": rate[:3]}, {}),
         (ValueError, r"times must have the shape \(2, 3\), got \(3,\)", {"times": times[0]}, {}),

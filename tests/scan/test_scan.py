@@ -22,7 +22,15 @@ from oracle import (
     run,
 )
 
-from hf_recurrent.scan import linear_scan, mingru_scan, minlstm_scan, ops
+from hf_recurrent.scan import (
+    gateloop_heads_scan,
+    gateloop_scan,
+    linear_scan,
+    longhorn_scan,
+    mingru_scan,
+    minlstm_scan,
+    ops,
+)
 from hf_recurrent.scan.reference import STATE_DTYPES
 
 BACKENDS = ["chunked", "cpu"]
@@ -537,6 +545,36 @@ def test_bad_mingru_arguments():
         mingru_scan(x, 1.0)
     with pytest.raises(TypeError, match="input must be a tensor, got list"):
         minlstm_scan(x, x, [1])
+
+
+# By each scan: its inputs, which are all alike here.
+EVERY_SCAN = [(linear_scan, 2, 3), (mingru_scan, 2, 3), (minlstm_scan, 3, 3), (gateloop_scan, 5, 3)]
+EVERY_SCAN += [(longhorn_scan, 4, 3), (gateloop_heads_scan, 4, 4)]
+
+
+@pytest.mark.parametrize("scan, count, dims", EVERY_SCAN)
+def test_what_is_not_dense(scan, count, dims):
+    """Also where a kernel would be called past the operator, without gradients."""
+    x = torch.rand(2, 5, 3, 3)[(...,) if dims == 4 else (..., 0)]
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    for sparse in (x.to_sparse(), x.to_mkldnn()):
+        for with_gradients in (False, True):
+            with torch.set_grad_enabled(with_gradients):
+                with pytest.raises(TypeError, match=rf"must be a dense .* got layout {sparse.layout}"):
+                    scan(*[x] * (count - 1), sparse)
+                with pytest.raises(TypeError, match=r"must be a dense .* got layout"):
+                    scan(*[sparse] * count)
+    with pytest.raises(TypeError, match=r"mask must be a dense \(strided\) tensor, got layout torch.sparse_coo"):
+        scan(*[x] * count, mask=mask.to_sparse())
+
+
+@pytest.mark.parametrize("scan, count, dims", EVERY_SCAN)
+def test_reverse_is_a_bool(scan, count, dims):
+    x = torch.rand(2, 5, 3, 3)[(...,) if dims == 4 else (..., 0)]
+    for backend in (None, "reference", "chunked"):
+        with torch.no_grad(), pytest.raises(TypeError, match="reverse must be True or False, got 'no'"):
+            scan(*[x] * count, reverse="no", backend=backend)
+    torch.compile(lambda x: scan(*[x] * count, reverse=True), fullgraph=True, backend="eager")(x)
 
 
 @pytest.mark.parametrize("b", [None, [1.0], 3])
