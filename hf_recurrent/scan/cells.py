@@ -81,8 +81,10 @@ def unpadded(mask: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
     gradients, as zero times a slope. What all positions share is left as it is."""
     if mask is None:
         return inputs
-    masks = {2: mask, 3: mask[..., None]}
-    return tuple(x if x.shape[1] != mask.shape[1] else torch.where(masks[x.dim()], x, 0) for x in inputs)
+    length = mask.shape[1]
+    return tuple(
+        torch.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), x, 0) if x.shape[1] == length else x for x in inputs
+    )
 
 
 LINEAR = Cell("linear", _linear, "LinearCell<State>")

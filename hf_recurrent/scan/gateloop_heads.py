@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import cpu, gateloop_heads_cuda, recomputed, split
+from .cells import unpadded
 from .ops import (
     as_state,
     check_mask,
@@ -66,7 +67,7 @@ def _by_linear_scan(
     """`gateloop_heads_scan` by `scan`, which is `linear_scan` and takes `options` too."""
     batch, _, heads, rows = k.shape
     columns, dtype = v.shape[-1], _dtype(q, k, v, a)
-    q, k, v = (x.to(STATE_DTYPES[dtype]) for x in (q, k, v))
+    q, k, v = (x.to(STATE_DTYPES[dtype]) for x in (q, *unpadded(mask, k, v)))
     a = a.to(_state_dtype(dtype, a)).expand(-1, -1, heads, rows)
     if columns == 1:  # each channel has its own transition: they stay side by side, as the projections put them
         a, b = a.flatten(2), (k * v).flatten(2)

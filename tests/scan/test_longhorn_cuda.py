@@ -82,6 +82,22 @@ def test_reset_stops_what_is_not_finite(host, reverse):
     assert o[:, 500].isnan().all()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("length", [37, 1050])
+def test_padding_holds_anything(host, length, bad):
+    """What is not finite at padding, but for q, which reads the state there too, reaches nothing else."""
+    host.multiprocessors = 4
+    mask, reset = mask_and_reset(2, length)
+    inputs = inputs_for(2, length, 5, 3, torch.float32)
+    for x in inputs[:3]:
+        x[~mask] = bad
+    leaves = [x.requires_grad_() for x in inputs]
+    o, final = longhorn_scan(*leaves, mask=mask, reset=reset)
+    grads = torch.autograd.grad(o.sum() + final.sum(), leaves)
+    assert all(x.isfinite().all() for x in (o, final, *grads))
+    assert not any(grad[~mask].any() for grad in grads[:3])
+
+
 @pytest.mark.parametrize("shape", [(2, 5, 3, 0), (2, 5, 0, 4), (2, 0, 3, 4), (0, 5, 3, 4)], ids=str)
 def test_empty(host, shape):
     *inputs, state = inputs_for(*shape, torch.float32)

@@ -150,6 +150,12 @@ struct Block {
       load_row(p.x, t, x[step]);
       load_row(p.dt, t, dt);
       if (backwards) load_row(p.grad_o, t, grad[step]);
+      if (backwards && (flags[step] & kMasked)) {  // whatever is there, its gradients are zero
+        memset(x[step], 0, sizeof x[step]);
+        memset(dt, 0, sizeof dt);
+        memset(to_k, 0, m * sizeof(State));
+        sum = 0;
+      }
 #pragma omp simd
       for (int64_t i = 0; i < wide; ++i) {
         State of_dt;

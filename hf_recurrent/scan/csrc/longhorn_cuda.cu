@@ -553,7 +553,7 @@ HFR_DEVICE void walk_tile_back(BackwardMemory& shared, const Place& place, int b
 // What the walk left of the gradients of x and dt, and of kk.
 HFR_DEVICE void store_elements(const Problem& p, BackwardMemory& shared, const Gradients& to, const BackwardElements& at,
                                const T (&x)[BackwardElements::kNumber], const State (&slope)[BackwardElements::kNumber],
-                               const State* parts, Index offset, Index on, int count) {
+                               const State* parts, int buffer, Index offset, Index on, int count) {
   constexpr int kNumber = BackwardElements::kNumber, kRows = BackwardElements::kRows;
   State kk[kNumber];
 #pragma unroll
@@ -571,11 +571,12 @@ HFR_DEVICE void store_elements(const Problem& p, BackwardMemory& shared, const G
       sum[0] += more[0], sum[1] += more[1];
     }
     const State e = shared.rates[step][at.channel][0];  // this thread's own, until it settles the next tile
-    const State grad_e = sum[1] + sum[0] * load(x[i]);
-    kk[i] = -grad_e * e * e;
+    const bool masked = *shared.flag(buffer, step) & kMasked;  // whatever is there, its gradients are zero
+    const State grad_e = masked ? State(0) : sum[1] + sum[0] * load(x[i]);
+    kk[i] = masked ? State(0) : -grad_e * e * e;
     if (at.exists && step < count) {
-      store(sum[0] * e, to.x[offset + i * on]);
-      store(grad_e * slope[i], to.dt[offset + i * on]);
+      store(masked ? State(0) : sum[0] * e, to.x[offset + i * on]);
+      store(masked ? State(0) : grad_e * slope[i], to.dt[offset + i * on]);
     }
   }
   int first, n;
@@ -593,6 +594,7 @@ HFR_DEVICE void store_keys(BackwardMemory& shared, const Gradients& to, const Ba
     const int j = at.j + i * BackwardKeys::kShare;
     if (j >= kStates) continue;
     State k = State(2) * shared.keys[buffer][at.step][0][j / kPer][0][j % kPer] * shared.grad_kk[at.step], q = 0;
+    if (*shared.flag(buffer, at.step) & kMasked) k = 0;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
       k += shared.sums[sums][warp][at.step][j];
@@ -658,7 +660,7 @@ HFR_DEVICE void walk_back(const Problem& p, BackwardMemory& shared, const Place&
       walk_tile_back<false>(shared, place, buffer, sums, s, carry);
     }
     __syncthreads();
-    store_elements(p, shared, to, elements, x, slope, parts, at, on, count);
+    store_elements(p, shared, to, elements, x, slope, parts, buffer, at, on, count);
     at -= tile_on;
     keys_at -= keys_on;
     last_count = count;
