@@ -298,7 +298,7 @@ struct CartesianTransition {
 // State is N or Complex<N>, N a number or a vector of them.
 template <class State, class N>
 struct HeadCell {
-  HFR_INLINE static State forward(State h, State a, N k, N v) { return plus_real(a * h, k * v); }
+  HFR_INLINE static State forward(State h, State a, N k, N v) { return step_real(a, h, k * v); }
 
   // This state's share of y.
   HFR_INLINE static N read(State h, N q) { return q * real(h); }

@@ -3,7 +3,7 @@
 // backward. Where the heads are fewer than the lanes, each one's columns are dealt out to several. A tile of positions is
 // first turned so that lanes lie side by side (half an instruction for a number, where a state takes six), then a few columns
 // of each row walk the tile with their states in registers. Nothing of the size batch x length x heads x d_k x d_v is ever
-// written: the backward pass recomputes the states from checkpoints about every sqrt(length) positions.
+// written: the backward pass recomputes the states from checkpoints about every sqrt(length / 2) positions.
 #include <stdint.h>
 #include <string.h>
 
@@ -60,7 +60,7 @@ struct Block {
   const int64_t rows, columns;    // columns: to a lane
   const int64_t a_rows;
   int64_t count = 0;              // positions of the tile
-  int64_t next = -1;              // the first step of the tile after it, or -1
+  int64_t next = -1;              // the first step of the tile that is asked for while this one is turned, or -1
   int64_t heads_[kLanes], columns_[kLanes];  // of each lane: its head, and how many columns it has
   std::vector<Real> memory;
   std::vector<uint8_t> flags;
@@ -283,6 +283,27 @@ struct Block {
     });
   }
 
+  // Asks for a tensor's numbers at a step, where those of the block lie side by side. (Inline: compilers take a function that
+  // asks and does nothing else for one that does nothing.)
+  template <class U>
+  HFR_INLINE void ask(const Tensor& x, bool is_columns, int64_t of_each, int64_t step) const {
+    const int64_t of_a_head = is_columns ? p.columns : of_each, heads = kLanes / parts, left = p.heads - first;
+    if ((x.stride[3] != 1 && of_a_head != 1) || (x.stride[2] != of_a_head && heads > 1)) return;
+    const U* from = reinterpret_cast<const U*>(x.data) + b * x.stride[0] + position(step) * x.stride[1] + first * x.stride[2];
+    request<false>(from, (left < heads ? left : heads) * of_a_head);
+  }
+
+  // With each of a tile's `walks` a share of what the tile from `begin` on reads: all at once has to wait for memory.
+  HFR_INLINE void ask_share(int64_t begin, int64_t walk, int64_t walks, bool reads) const {
+    const int64_t left = p.length - begin, here = left < count ? left : count;
+    for (int64_t step = begin + here * walk / walks; step < begin + here * (walk + 1) / walks; ++step) {
+      ask<Number>(p.a, false, a_rows, step);
+      ask<T>(p.k, false, rows, step);
+      ask<T>(p.v, true, columns, step);
+      if (reads) ask<T>(p.q, false, rows, step);
+    }
+  }
+
   // (count, n) of a tensor from step `begin` on, n rows or n columns.
   template <class U>
   void fetch(const Tensor& x, bool is_columns, int64_t of_each, int64_t begin, Real* to) const {
@@ -297,15 +318,12 @@ struct Block {
       from_places[lane] = (head(lane) * x.stride[2] + is_columns * first_column(lane) * x.stride[3]) * size;
     }
     place_staged(n, staged_places);
-    const int64_t span = from_places[kLanes - 1] + n - from_places[0];
     with_width(n, [&](auto width) {
       for (int64_t t = 0; t < count; ++t) {
         const S* from = reinterpret_cast<const S*>(x.data) + (b * x.stride[0] + position(begin + t) * x.stride[1]) * size;
         if (here) {
           turn<width, size>(from + (width < kLanes ? from_places[0] : 0), from_places, n, to + t * size * kLanes, apart);
-          if (next >= 0 && next + t < p.length && span <= n * kLanes) {
-            request<false>(from + from_places[0] + (position(next + t) - position(begin + t)) * x.stride[1] * size, span);
-          }
+          if (next >= 0 && next + t < p.length) ask<U>(x, is_columns, of_each, next + t);
           continue;
         }
         stage<size>(from, from_places, x.stride[3] * size, is_columns, of_each);
@@ -343,9 +361,8 @@ struct Block {
     });
   }
 
-  void fetch_tile(int64_t begin, int64_t end, int64_t then) {
+  void fetch_tile(int64_t begin, int64_t end) {
     count = end - begin;
-    next = then;
     fetch<Number>(p.a, false, a_rows, begin, a);
     fetch<T>(p.k, false, rows, begin, k);
     fetch<T>(p.v, true, columns, begin, v);
@@ -391,13 +408,20 @@ struct Block {
       for (int j = 0; j < n; ++j) put(s[j], states + first_state + j * kState);
   }
 
+  // Asks for the tile from `begin` on meanwhile.
   template <bool reads>
-  void walk_all(Real* states, Real* out) const {
-    int64_t c = 0;
-    for (; c + kColumns <= columns; c += kColumns)
-      for (int64_t r = 0; r < rows; ++r) walk<kColumns, reads, false>(r, c, states, out, nullptr);
-    for (; c < columns; ++c)
-      for (int64_t r = 0; r < rows; ++r) walk<1, reads, false>(r, c, states, out, nullptr);
+  void walk_all(Real* states, Real* out, int64_t begin) const {
+    const int64_t walks = rows * (columns / kColumns + columns % kColumns);
+    int64_t c = 0, walked = 0;
+    const auto of_rows = [&](auto n) {
+      for (int64_t r = 0; r < rows; ++r) {
+        ask_share(begin, walked++, walks, reads);
+        walk<n, reads, false>(r, c, states, out, nullptr);
+      }
+      c += n;
+    };
+    while (c + kColumns <= columns) of_rows(std::integral_constant<int, kColumns>());
+    while (c < columns) of_rows(std::integral_constant<int, 1>());
   }
 
   void forward() {
@@ -406,10 +430,10 @@ struct Block {
     Real* out = states + state_size();
     gather(p.state, b, states);
     for (int64_t begin = 0; begin < p.length; begin += kTile) {
-      fetch_tile(begin, begin + kTile < p.length ? begin + kTile : p.length, begin + kTile);
+      fetch_tile(begin, begin + kTile < p.length ? begin + kTile : p.length);
       fetch<T>(p.q, false, rows, begin, q);
       memset(out, 0, columns * apart * kLanes * sizeof(Real));
-      walk_all<true>(states, out);
+      walk_all<true>(states, out, begin + kTile);
       deliver<T>(out, true, columns, begin, p.y);
     }
     scatter(states, p.state);
@@ -422,9 +446,9 @@ struct Block {
     Real *carry, *start;  // (rows, columns)
   };
 
-  // n states of a row back through the tile, from those that were kept.
+  // n states of a row back through the tile, from those that were kept, of which each position has `across`.
   template <int n>
-  void walk_back(int64_t r, int64_t c, const Real* history, const Real* dy, const Gradients& to) const {
+  void walk_back(int64_t r, int64_t c, const Real* history, int64_t across, const Real* dy, const Gradients& to) const {
     const int64_t column = apart * kLanes, first_state = (r * columns + c) * kState;
     const Real *a_r = a + (a_rows > 1 ? r : 0) * apart * kState, *k_r = k + r * column, *q_r = q + r * column;
     const Real *v_c = v + c * column, *dy_c = dy + c * column;
@@ -432,13 +456,13 @@ struct Block {
     Real *dv_c = to.v + c * column, *carry = to.carry + first_state, *dstart = to.start + first_state;
     const uint8_t* flag = flags.data();
     State g[n], after[n];
-    for (int j = 0; j < n; ++j) get(carry + j * kState, g[j]), get(history + (count * n + j) * kState, after[j]);
+    for (int j = 0; j < n; ++j) get(carry + j * kState, g[j]), get(history + (count * across + j) * kState, after[j]);
     for (int64_t t = count - 1; t >= 0; --t) {
       const Lanes qt = lanes(q_r + t * kLanes);
       Lanes dq = lanes(dq_r + t * kLanes);
       for (int j = 0; j < n; ++j) {
         g[j] = Cell::read_back(after[j], qt, lanes(dy_c + j * column + t * kLanes), g[j], dq);
-        get(history + (t * n + j) * kState, after[j]);  // of the position before
+        get(history + (t * across + j) * kState, after[j]);  // of the position before
       }
       put(dq, dq_r + t * kLanes);
       if (!(flag[t] & kMasked)) {
@@ -470,17 +494,18 @@ struct Block {
   template <int n>
   void through(int64_t r, int64_t c, Real* before, Real* history, const Real* dy, const Gradients& to) const {
     if (r + 1 < rows) request<false>(before + ((r + 1) * columns + c) * kState, n * kState);
+    constexpr int back = n < kColumnsBack ? n : kColumnsBack;
     walk<n, false, true>(r, c, before, nullptr, history);
-    walk_back<n>(r, c, history, dy, to);
+    for (int j = 0; j < n; j += back) walk_back<back>(r, c + j, history + j * kState, n, dy, to);
   }
 
   void backward() {
     int64_t segment = kTile;
-    while (segment * segment < p.length) ++segment;
+    while (2 * segment * segment < p.length) ++segment;
     const int64_t segments = (p.length + segment - 1) / segment, size = state_size();
     const int64_t of_rows = rows * apart_of(segment) * kLanes, of_columns = columns * apart_of(segment) * kLanes;
     const int64_t of_a = a_rows * apart_of(segment) * kState, gradients = of_a + 2 * of_rows + of_columns;
-    const int64_t of_history = (segment + 1) * kColumnsBack * kState;
+    const int64_t of_history = (segment + 1) * kColumns * kState;
     Real* checkpoints = reserve(segment, (segments + 2) * size + of_history + of_columns + gradients);
     Gradients to;
     to.carry = checkpoints + segments * size;
@@ -493,21 +518,22 @@ struct Block {
     to.v = to.q + of_rows;
     gather(p.initial, b, checkpoints);
     for (int64_t i = 1; i < segments; ++i) {
-      fetch_tile((i - 1) * segment, i * segment, i * segment);
+      fetch_tile((i - 1) * segment, i * segment);
       memcpy(checkpoints + i * size, checkpoints + (i - 1) * size, size * sizeof(Real));
-      walk_all<false>(checkpoints + i * size, nullptr);
+      walk_all<false>(checkpoints + i * size, nullptr, i * segment);
     }
     gather(p.state, b, to.carry);
     memset(to.start, 0, size * sizeof(Real));
     for (int64_t i = segments - 1; i >= 0; --i) {
       const int64_t begin = i * segment;
-      fetch_tile(begin, begin + segment < p.length ? begin + segment : p.length, begin - segment);
+      next = begin - segment;
+      fetch_tile(begin, begin + segment < p.length ? begin + segment : p.length);
       fetch<T>(p.q, false, rows, begin, q);
       fetch<T>(p.grad_y, true, columns, begin, dy);
       memset(to.a, 0, gradients * sizeof(Real));
       int64_t c = 0;
-      for (; c + kColumnsBack <= columns; c += kColumnsBack)
-        for (int64_t r = 0; r < rows; ++r) through<kColumnsBack>(r, c, checkpoints + i * size, history, dy, to);
+      for (; c + kColumns <= columns; c += kColumns)
+        for (int64_t r = 0; r < rows; ++r) through<kColumns>(r, c, checkpoints + i * size, history, dy, to);
       for (; c < columns; ++c)
         for (int64_t r = 0; r < rows; ++r) through<1>(r, c, checkpoints + i * size, history, dy, to);
       deliver<Number>(to.a, false, a_rows, begin, p.grad_a);

@@ -89,6 +89,13 @@ template <class T>
 HFR_INLINE Complex<T> plus_real(Complex<T> x, T y) { return {x.re + y, x.im}; }
 template <class T>
 HFR_INLINE T plus_real(T x, T y) { return x + y; }
+// a h + x, of which h is known last: two operations follow it, where x added to the product makes it three.
+template <class T>
+HFR_INLINE Complex<T> step_real(Complex<T> a, Complex<T> h, T x) {
+  return {a.re * h.re + (x - a.im * h.im), a.re * h.im + a.im * h.re};
+}
+template <class T>
+HFR_INLINE T step_real(T a, T h, T x) { return a * h + x; }
 template <class T>
 HFR_INLINE Complex<T> conj(Complex<T> x) { return {x.re, -x.im}; }
 template <class T>
