@@ -60,7 +60,7 @@ struct Block {
   const int64_t rows, columns;    // columns: to a lane
   const int64_t a_rows;
   int64_t count = 0;              // positions of the tile
-  int64_t next = -1;              // the first step of the tile that is asked for while this one is turned, or -1
+  int64_t next = -1;              // the first step of the whole tile that is asked for while this one is turned, or -1
   int64_t heads_[kLanes], columns_[kLanes];  // of each lane: its head, and how many columns it has
   std::vector<Real> memory;
   std::vector<uint8_t> flags;
@@ -283,10 +283,9 @@ struct Block {
     });
   }
 
-  // Asks for a tensor's numbers at a step, where those of the block lie side by side. (Inline: compilers take a function that
-  // asks and does nothing else for one that does nothing.)
+  // Asks for a tensor's numbers at a step, where those of the block lie side by side.
   template <class U>
-  HFR_INLINE void ask(const Tensor& x, bool is_columns, int64_t of_each, int64_t step) const {
+  void ask(const Tensor& x, bool is_columns, int64_t of_each, int64_t step) const {
     const int64_t of_a_head = is_columns ? p.columns : of_each, heads = kLanes / parts, left = p.heads - first;
     if ((x.stride[3] != 1 && of_a_head != 1) || (x.stride[2] != of_a_head && heads > 1)) return;
     const U* from = reinterpret_cast<const U*>(x.data) + b * x.stride[0] + position(step) * x.stride[1] + first * x.stride[2];
@@ -294,7 +293,7 @@ struct Block {
   }
 
   // With each of a tile's `walks` a share of what the tile from `begin` on reads: all at once has to wait for memory.
-  HFR_INLINE void ask_share(int64_t begin, int64_t walk, int64_t walks, bool reads) const {
+  void ask_share(int64_t begin, int64_t walk, int64_t walks, bool reads) const {
     const int64_t left = p.length - begin, here = left < count ? left : count;
     for (int64_t step = begin + here * walk / walks; step < begin + here * (walk + 1) / walks; ++step) {
       ask<Number>(p.a, false, a_rows, step);
@@ -323,7 +322,7 @@ struct Block {
         const S* from = reinterpret_cast<const S*>(x.data) + (b * x.stride[0] + position(begin + t) * x.stride[1]) * size;
         if (here) {
           turn<width, size>(from + (width < kLanes ? from_places[0] : 0), from_places, n, to + t * size * kLanes, apart);
-          if (next >= 0 && next + t < p.length) ask<U>(x, is_columns, of_each, next + t);
+          if (next >= 0) ask<U>(x, is_columns, of_each, next + t);
           continue;
         }
         stage<size>(from, from_places, x.stride[3] * size, is_columns, of_each);
@@ -408,20 +407,27 @@ struct Block {
       for (int j = 0; j < n; ++j) put(s[j], states + first_state + j * kState);
   }
 
-  // Asks for the tile from `begin` on meanwhile.
-  template <bool reads>
-  void walk_all(Real* states, Real* out, int64_t begin) const {
-    const int64_t walks = rows * (columns / kColumns + columns % kColumns);
-    int64_t c = 0, walked = 0;
+  // visit(how many columns as a type, the row, the first column): of each row kColumns at once, and what is left one by one.
+  template <class Visit>
+  void visit_walks(Visit visit) const {
+    int64_t c = 0;
     const auto of_rows = [&](auto n) {
-      for (int64_t r = 0; r < rows; ++r) {
-        ask_share(begin, walked++, walks, reads);
-        walk<n, reads, false>(r, c, states, out, nullptr);
-      }
+      for (int64_t r = 0; r < rows; ++r) visit(n, r, c);
       c += n;
     };
     while (c + kColumns <= columns) of_rows(std::integral_constant<int, kColumns>());
     while (c < columns) of_rows(std::integral_constant<int, 1>());
+  }
+
+  // Asks for the tile from `begin` on meanwhile.
+  template <bool reads>
+  void walk_all(Real* states, Real* out, int64_t begin) const {
+    const int64_t walks = rows * (columns / kColumns + columns % kColumns);
+    int64_t walked = 0;
+    visit_walks([&](auto n, int64_t r, int64_t c) {
+      ask_share(begin, walked++, walks, reads);
+      walk<n, reads, false>(r, c, states, out, nullptr);
+    });
   }
 
   void forward() {
@@ -446,9 +452,11 @@ struct Block {
     Real *carry, *start;  // (rows, columns)
   };
 
-  // n states of a row back through the tile, from those that were kept, of which each position has `across`.
+  // n states of a row back through the tile, from those that were kept, of which each position has `across`. It is compiled by
+  // itself: within its callers it is slower, by how much hangs on what is around it.
   template <int n>
-  void walk_back(int64_t r, int64_t c, const Real* history, int64_t across, const Real* dy, const Gradients& to) const {
+  HFR_SHARED void walk_back(int64_t r, int64_t c, const Real* history, int64_t across, const Real* dy,
+                            const Gradients& to) const {
     const int64_t column = apart * kLanes, first_state = (r * columns + c) * kState;
     const Real *a_r = a + (a_rows > 1 ? r : 0) * apart * kState, *k_r = k + r * column, *q_r = q + r * column;
     const Real *v_c = v + c * column, *dy_c = dy + c * column;
@@ -531,11 +539,7 @@ struct Block {
       fetch<T>(p.q, false, rows, begin, q);
       fetch<T>(p.grad_y, true, columns, begin, dy);
       memset(to.a, 0, gradients * sizeof(Real));
-      int64_t c = 0;
-      for (; c + kColumns <= columns; c += kColumns)
-        for (int64_t r = 0; r < rows; ++r) through<kColumns>(r, c, checkpoints + i * size, history, dy, to);
-      for (; c < columns; ++c)
-        for (int64_t r = 0; r < rows; ++r) through<1>(r, c, checkpoints + i * size, history, dy, to);
+      visit_walks([&](auto n, int64_t r, int64_t c) { through<n>(r, c, checkpoints + i * size, history, dy, to); });
       deliver<Number>(to.a, false, a_rows, begin, p.grad_a);
       deliver<T>(to.k, false, rows, begin, p.grad_k);
       deliver<T>(to.q, false, rows, begin, p.grad_q);
